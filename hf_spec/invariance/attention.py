@@ -29,7 +29,7 @@ KERNELS = {
     "cuda": "_scaled_dot_product_efficient_attention",
 }
 AT_ONCE = 16  # nodes, where they are not attended to by such a kernel
-REFUSED = ("cache",)  # arguments of attention that the kernel knows nothing of
+REFUSED = ("cache", "indices", "block_indices", "sinks")  # arguments of attention that the kernel knows nothing of
 
 
 def block_size(width: int, device: torch.device) -> int:
@@ -118,7 +118,8 @@ def attention(
     Errors: a ValueError for what is not computed here, such as masks of another kind.
     """
     columns = getattr(attention_mask, COLUMNS, None)
-    if attention_mask is None and not getattr(module, "is_causal", True):
+    is_causal = kwargs.get("is_causal")
+    if attention_mask is None and not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
         columns = columns_of_all(len(query), query.shape[2], key.shape[2], key.device)
     unknown = [name for name in REFUSED if kwargs.get(name) is not None] + (["dropout"] if dropout else [])
     if unknown or not isinstance(columns, Columns):

@@ -12,11 +12,12 @@ from ..proposal import Proposal
 from ..scoring.architectures import cache_name
 from ..scoring.factory import runner_for
 from ..scoring.hooks import hooked
-from ..scoring.plain import new_cache, position_limit, prompt_kwargs
+from ..scoring.plain import difference, new_cache, position_limit, prompt_kwargs
 from ..scoring.prompts import tokens_for
 from .sources import encoded, read_text
 
 LONG = 140  # tokens of the text, more than one block of keys has places
+APART = 0.3  # of the spread of logits, what rounding cannot do to half of the tokens
 LAST = 6  # tokens of it that are read one by one
 PADDED = (0, 3, 7)  # tokens of left padding of the rows of a batch
 PARENTS = (-1, 0, 0, 1, 2, 3, 4)  # of a tree; the text is the path to its last node
@@ -32,14 +33,36 @@ def check_bits(model: Any) -> None:
     encoder-decoder model is read alone, and in a batch with padding. The error names the first module that computes
     other bits.
     """
-    limit = position_limit(model)
-    length = LONG if limit is None else min(LONG, limit - max(PADDED) - 1)
-    ids = tokens_for(model, 1, length)
+    ids = _text_for(model)
     wanted = _alone(model, ids, [1] * LAST)
     for name, read in _ways(model, ids):
         if not _equal(read(), wanted):
             where = _first_difference(model, lambda: _alone(model, ids, [1] * LAST), read)
             raise ValueError(f"{type(model).__name__} cannot be made invariant: {where} when its row is read {name}.")
+
+
+def logits_at_once(model: Any) -> Tensor:
+    """Return the logits of the last tokens of a text that is read at once, (tokens, vocabulary)."""
+    return _alone(model, _text_for(model), [])[-1]
+
+
+def check_close(model: Any, outside: Tensor) -> None:
+    """Raise a ValueError if a text's logits are others than those ``outside`` of the mode, by more than rounding.
+
+    Attention may get an argument that the mode does not know. Few tokens may differ: rounding sends some to other
+    experts.
+    """
+    apart = float(difference(logits_at_once(model), outside).median())
+    if not apart <= APART:
+        raise ValueError(
+            f"{type(model).__name__} cannot be made invariant: its logits would differ from transformers' by "
+            f"{apart:.2g} of their spread, so something in its attention is not known."
+        )
+
+
+def _text_for(model: Any) -> Tensor:
+    limit = position_limit(model)
+    return tokens_for(model, 1, LONG if limit is None else min(LONG, limit - max(PADDED) - 1))
 
 
 def _ways(model: Any, ids: Tensor) -> Iterator[tuple[str, Callable[[], States]]]:

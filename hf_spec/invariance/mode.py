@@ -29,7 +29,7 @@ from ..scoring.plain import input_device, prompt_kwargs
 from ..scoring.prompts import tokens_for
 from ..scoring.trials import ExplainedError, in_short
 from .attention import KERNELS, Shape, agrees, attention, register_attention
-from .check import check_bits
+from .check import check_bits, check_close, logits_at_once
 from .columns import NAME
 from .mixtures import BATCHED, is_mixture, mixture_in_sizes, states_of_rows, way_of_experts
 from .own_attention import attend_by_ours, multiplies_rows
@@ -150,13 +150,23 @@ def _begin(mode: Invariance, model: Any) -> None:
     register_attention()
     try:
         with torch.no_grad():
+            outside = _logits_outside(model)
             mode._undo += [_attend(model), attend_by_ours(model), _stay_eager(model), _copy_outside(mode, model)]
             _prepare(mode, model, *_probe(model))
             check_bits(model)
+            check_close(model, outside)
             mode._adapters = active_adapters(model)
     except BaseException:
         mode._end()
         raise
+
+
+def _logits_outside(model: Any) -> Tensor:
+    try:
+        return logits_at_once(model)
+    except Exception as error:  # whatever an unforeseen architecture makes of made tokens
+        name = type(model).__name__
+        raise ValueError(f"{name} cannot be made invariant: a forward of it fails ({in_short(error)}).") from error
 
 
 def renew_invariance(model: Any) -> None:
@@ -290,22 +300,33 @@ def _copy_outside(mode: Invariance, model: Any) -> Undo:
 
 
 def _probe(model: Any) -> tuple[dict[nn.Module, Tensor], set[Shape]]:
-    """Read a few tokens; return the inputs of modules that compute rows, and the shapes of attention."""
+    """Read a few tokens; return the inputs of modules that compute rows, and the shapes of attention.
+
+    Errors: a ValueError if a part of the model attends, or routes to experts, in a way that is not known here.
+    """
     inputs: dict[nn.Module, Tensor] = {}
     shapes: set[Shape] = set()
+    others: set[nn.Module] = set()  # attend by code of their own, or route by more than rows, as far as is known
 
     def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if len(args) == 1 and not kwargs and isinstance(args[0], Tensor):
             inputs.setdefault(module, args[0])
+        elif is_mixture(module):
+            others.add(module)
+
+    def note_attention(module: nn.Module, *_: Any) -> None:
+        others.add(module)
 
     def noting(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
         widest = max(query.shape[-1], value.shape[-1])
         shapes.add((key.shape[1], query.shape[1] // key.shape[1], widest, query.dtype, kwargs.get("softcap")))
+        others.discard(module)
         return attention(module, query, key, value, *args, **kwargs)
 
     AttentionInterface.register(NAME, noting)
+    modules = list(model.modules())
     try:
-        with hooked([one for one in model.modules() if _computes_rows(one)], note):
+        with hooked([*filter(_computes_rows, modules)], note), hooked([*filter(_attends, modules)], note_attention):
             ids, (source, _) = tokens_for(model, 1, PROBE), encoded(model, 1, PROBE)
             read_text(model, ids, **prompt_kwargs(model, ids, torch.ones_like(ids), source=source or None))
     except Exception as error:  # whatever an unforeseen architecture makes of made tokens
@@ -313,12 +334,25 @@ def _probe(model: Any) -> tuple[dict[nn.Module, Tensor], set[Shape]]:
         raise ValueError(f"{type(model).__name__} cannot be made invariant: {reason}.") from error
     finally:
         AttentionInterface.register(NAME, attention)
-    if not shapes and any("Attention" in type(one).__name__ for one in model.modules()):
-        raise ValueError(
-            f"{type(model).__name__} cannot be made invariant: it does not look its attention up among transformers' "
-            "attention functions."
-        )
+    if (unknown := _why_unknown(model, others)) is not None:
+        raise ValueError(f"{type(model).__name__} cannot be made invariant: {unknown}.")
     return inputs, shapes
+
+
+def _attends(module: nn.Module) -> bool:
+    """Tell whether ``module`` seems to attend itself, and not by one that it has."""
+    return "Attention" in type(module).__name__ and sum(isinstance(one, nn.Linear) for one in module.children()) > 1
+
+
+def _why_unknown(model: Any, others: set[nn.Module]) -> str | None:
+    """Say what one of the modules ``others`` does, or return ``None`` if there are none."""
+    place, module = next(((place, one) for place, one in model.named_modules() if one in others), ("", None))
+    if module is None:
+        return None
+    name = f"{place} ({type(module).__name__})"
+    if is_mixture(module):
+        return f"{name} is given more than rows, by which it may route them to experts"
+    return f"{name} does not look its attention up among transformers' attention functions"
 
 
 def _computes_rows(module: nn.Module) -> bool:

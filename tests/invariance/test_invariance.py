@@ -337,6 +337,8 @@ def test_weights_and_threads_stay_as_they_were_tried() -> None:
         ("jamba", r"layers\.0\.mamba\.x_proj"),
         ("mamba2", r"layers\.0\.mixer"),
         ("rwkv", "does not look its attention up"),
+        ("deepseek_v32", "DeepseekV32Attention attends with indices"),
+        ("xglm", r"layers\.0\.self_attn \(XGLMAttention\) does not look its attention up"),
         ("falcon:alibi", "FalconAttention attends by a mask"),
     ],
 )
@@ -388,6 +390,18 @@ def test_what_cannot_be_attended_to_is_said_without_other_advice() -> None:
             model, trees=False, prompt=Prompt(ids, None, {"attention_mask": mask}, ("attention_mask",))
         )
     assert str(raised.value).endswith("which hf_spec.invariant does not compute")
+
+
+def test_attention_that_computes_something_else_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def without_sinks(*args: Any, s_aux: Tensor, **kwargs: Any) -> Any:
+        return original(*args, **kwargs)
+
+    original = attention.attention
+    monkeypatch.setattr(mode, "attention", without_sinks)
+    model = target("gpt_oss")
+    with pytest.raises(ValueError, match="its logits would differ from transformers' by"):
+        hf_spec.invariant(model)
+    assert not mode.is_invariant(model)
 
 
 # -- controls: mistakes that must be found ----------------------------------------------------------------------------
