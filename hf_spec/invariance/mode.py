@@ -25,7 +25,7 @@ from transformers.pytorch_utils import Conv1D
 from ..scoring.adapters import active_adapters, base_model
 from ..scoring.features import decoder_of
 from ..scoring.hooks import hooked, mark_as_ours
-from ..scoring.plain import input_device, prompt_kwargs
+from ..scoring.plain import input_device, precision, prompt_kwargs
 from ..scoring.prompts import tokens_for
 from ..scoring.trials import ExplainedError, in_short
 from .attention import KERNELS, Shape, agrees, attention, register_attention
@@ -154,7 +154,8 @@ def _begin(mode: Invariance, model: Any) -> None:
             mode._undo += [_attend(model), attend_by_ours(model), _stay_eager(model), _copy_outside(mode, model)]
             _prepare(mode, model, *_probe(model))
             check_bits(model)
-            check_close(model, outside)
+            if precision(model) == torch.float32:  # half of it rounds so much that some models' logits say nothing
+                check_close(model, outside)
             mode._adapters = active_adapters(model)
     except BaseException:
         mode._end()
