@@ -150,11 +150,12 @@ def _begin(mode: Invariance, model: Any) -> None:
     register_attention()
     try:
         with torch.no_grad():
-            outside = _logits_outside(model)
+            # Half precision rounds so much that the logits of some models say nothing.
+            outside = _logits_outside(model) if precision(model) == torch.float32 else None
             mode._undo += [_attend(model), attend_by_ours(model), _stay_eager(model), _copy_outside(mode, model)]
             _prepare(mode, model, *_probe(model))
             check_bits(model)
-            if precision(model) == torch.float32:  # half of it rounds so much that some models' logits say nothing
+            if outside is not None:
                 check_close(model, outside)
             mode._adapters = active_adapters(model)
     except BaseException:
