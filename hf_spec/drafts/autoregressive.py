@@ -29,7 +29,7 @@ from ..proposal import Proposal
 from ..scoring.plain import readable
 from .base import AcceptedTokens, DraftContext, Drafter, draft_log_probs
 from .draft_kv import DraftKV, StaticDraftKV
-from .static import StaticDrafter, take_rows
+from .static import StaticDrafter, in_place, take_rows
 from .trees import PreparedDraft, grow
 
 
@@ -54,7 +54,8 @@ class AutoregressiveDrafter(StaticDrafter):
         inputs = {"features": features.to(self.dtype)}
         for kv in self._kvs:
             hidden = kv.read_prompt(tokens, mask, **inputs)
-            self._root_hidden.append(hidden[:, -1:].clone())
+            last = hidden[:, -1:].clone()
+            self._root_hidden.append(in_place(last) if self._static else last)
             # Of the next reader's pairs the first has no token before it that was read.
             tokens, mask, inputs = tokens[:, 1:], mask[:, :-1], {"hidden_states": hidden[:, :-1]}
 

@@ -103,12 +103,12 @@ class StaticKeys:
             for states in (layer.keys, layer.values):  # sliding layers keep the last ones only
                 buffer = states.new_zeros((*states.shape[:2], size, states.shape[3]))
                 buffer[:, :, length - states.shape[2] : length] = states
-                both.append(_in_place(buffer))
+                both.append(in_place(buffer))
             layers.append((both[0], both[1]))
         lengths = torch.full((len(mask),), length, device=mask.device)
         known = mask.new_ones((len(mask), size), dtype=torch.bool)
         known[:, :length] = mask.bool()
-        return cls(layers, _in_place(lengths), _in_place(known), _in_place((mask == 0).sum(1, keepdim=True)))
+        return cls(layers, in_place(lengths), in_place(known), in_place((mask == 0).sum(1, keepdim=True)))
 
     def make_room(self, columns: int) -> None:
         """Have at least so many slots."""
@@ -118,10 +118,10 @@ class StaticKeys:
         more = size - here
         pad = torch.nn.functional.pad
         self.layers = [
-            (_in_place(pad(keys, (0, 0, 0, more))), _in_place(pad(values, (0, 0, 0, more))))
+            (in_place(pad(keys, (0, 0, 0, more))), in_place(pad(values, (0, 0, 0, more))))
             for keys, values in self.layers
         ]
-        self.known = _in_place(pad(self.known, (0, more), value=True))
+        self.known = in_place(pad(self.known, (0, more), value=True))
 
     def keep_rows(self, rows: Tensor) -> None:
         """Keep ``rows`` only; a row may occur more than once."""
@@ -220,10 +220,10 @@ def why_not_static(config: Any) -> str | None:
 def take_rows(buffer: Tensor, rows: Tensor) -> Tensor:
     """Return ``buffer`` (batch, ...) with ``rows`` only, at the same address if there are as many."""
     moved = buffer.index_select(0, rows.to(buffer.device))
-    return buffer.copy_(moved) if moved.shape == buffer.shape else _in_place(moved)
+    return buffer.copy_(moved) if moved.shape == buffer.shape else in_place(moved)
 
 
-def _in_place(buffer: Tensor) -> Tensor:
+def in_place(buffer: Tensor) -> Tensor:
     """Tell torch.compile that the address of ``buffer`` does not change."""
     torch._dynamo.mark_static_address(buffer)
     return buffer

@@ -18,7 +18,7 @@ from lengths import force_lengths
 from pairs import each_value
 from test_block_exactness import LAYERS, MARKOV, WINDOW
 from test_static import Forwards, generate, on_any_device, warnings_of
-from torch import Tensor
+from torch import Tensor, fx
 from transformers import DynamicCache
 from twins import fitted, noisy, target
 
@@ -349,6 +349,26 @@ def test_drafting_is_compiled_with_the_target(
         forwards.compiled.clear()
     assert out.speculation.compile_seconds == 0.0
     torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("kind", [KINDS[1], *(pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS[2:])])
+def test_what_a_graph_writes_to_stays_where_it_is(kind: str, draft_graphs_only: None) -> None:
+    """Torch makes no CUDA graph of what writes to an input, unless the input is known to stay at its address."""
+    written: list[bool] = []
+
+    def watching(graph: fx.GraphModule, inputs: Any) -> Any:
+        def run(*args: Any) -> Any:
+            before = [one._version for one in args]
+            found = graph(*args)
+            changed = [one for one, version in zip(args, before, strict=True) if one._version != version]
+            written.extend(hasattr(one, "_dynamo_static_input_type") for one in changed)
+            return found
+
+        return run
+
+    text, out = text_and_out(kind, "chain", 1, compile_config=on_any_device(backend=watching))
+    assert torch.equal(out.sequences, text)
+    assert all(written) and (written or kind == "medusa")
 
 
 @pytest.mark.parametrize("shape", [pytest.param("chain", marks=pytest.mark.slow), "dynamic"])

@@ -57,7 +57,7 @@ class _Decoding:
 
     def __init__(self, sizes: tuple[int, int, int] | None, batch: int, device: str) -> None:
         self.sizes, self.batch, self.device = sizes, batch, device
-        self.tokens, self.rounds = (12, 1) if sizes is None else (128, 3)
+        self.tokens, self.rounds = (12, 1) if sizes is None else (64, 3)
         self.dtype = torch.float32 if device == "cpu" else torch.bfloat16
         self._target: Any = None
 
