@@ -195,7 +195,7 @@ class BlockDraftModel(DraftModel):
     def draft_work(self, target: PreTrainedModel) -> Callable[[int], Sequence[ModelShape]]:
         """List one forward, in which each layer also computes keys of the context: as many operators as a layer's."""
         shape = shape_of(self)
-        shapes = [replace(shape, layers=2 * shape.layers)]
+        shapes = [replace(shape, layers=2 * shape.layers - 1)]  # one of them is the head
         return lambda length: shapes * min(length, 1)
 
     def forward(

@@ -17,6 +17,11 @@ SAMPLES = 32  # latest steps of each length, whose median counts: other programs
 LAYER = 500_000, 50_000_000  # parameters read in the time that a layer's operators take: on a CPU, an accelerator
 SECOND_TOKEN = 0.4  # extra time of a CPU's float32 forward of several tokens, as a share of one (docs/performance.md)
 NEXT_TOKEN = 0.05, 0.0025  # extra time of each further token, as a share of one: on a CPU, an accelerator
+# What is outside of the forwards, in layers: counted in operators and instructions of Python, with equal weight
+# (tests/policy/test_counted_cost.py).
+VERIFYING = 1.0  # masks for several tokens, the rule, the commit
+DRAFTING = 1.5  # in addition where a draft model is asked: it reads accepted tokens, and its tokens are chosen
+UNEQUAL = 0.15  # extra operators of a layer where rows have unequal lengths: writes by index, masks for each row
 
 
 class StepCost(ABC):
@@ -123,11 +128,15 @@ class ModelShape:
     layers: int
     parameters: int
 
-    def seconds(self, tokens: int, is_accelerator: bool, is_half: bool) -> float:
-        """Return the time of a forward of ``tokens`` tokens, in parameters that are read in that time."""
+    def seconds(self, tokens: int, is_accelerator: bool, is_half: bool, are_unequal: bool = False) -> float:
+        """Return the time of a forward of ``tokens`` tokens, in parameters that are read in that time.
+
+        ``are_unequal``: these are rows of unequal lengths.
+        """
         second = 0.0 if is_half or is_accelerator or tokens == 1 else SECOND_TOKEN
         share = 1 + second + NEXT_TOKEN[is_accelerator] * (tokens - 1) / (2 if is_half else 1)
-        return self.layers * LAYER[is_accelerator] + self.parameters * share
+        layers = self.layers * (1 + UNEQUAL) if are_unequal else self.layers
+        return layers * LAYER[is_accelerator] + self.parameters * share
 
 
 def shape_of(model: nn.Module) -> ModelShape:
@@ -180,8 +189,11 @@ class ShapeCost(StepCost):
     def _seconds(self, batch_size: int, source: DraftSource, length: int) -> float:
         if length == 0:
             return self.plain(batch_size)
-        verified = self._target.seconds(batch_size * (1 + self._nodes(length)), *self._machine)
-        return verified + (self._drafting(batch_size, length) if source is DraftSource.MODEL else 0.0)
+        tokens, layer = batch_size * (1 + self._nodes(length)), LAYER[self._machine[0]]
+        verified = self._target.seconds(tokens, *self._machine, batch_size > 1) + VERIFYING * layer
+        if source is not DraftSource.MODEL:
+            return verified
+        return verified + self._drafting(batch_size, length) + DRAFTING * layer
 
     def _drafting(self, batch_size: int, length: int) -> float:
-        return sum(forward.seconds(batch_size, *self._machine) for forward in self._draft(length))
+        return sum(forward.seconds(batch_size, *self._machine, batch_size > 1) for forward in self._draft(length))

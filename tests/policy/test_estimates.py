@@ -194,9 +194,9 @@ def test_shapes_say_the_same_everywhere_and_dearer_work_is_dearer() -> None:
     cpu = cost()
     assert cpu.curve(1, MODEL)[0] == cpu.plain(1) == pytest.approx(10 * 500_000 + 10**8)
     assert list(cpu.curve(1, MODEL)) == sorted(cpu.curve(1, MODEL))
-    assert cpu.curve(1, MODEL)[3] - cpu.curve(1, NGRAM)[3] == pytest.approx(3 * (2 * 500_000 + 10**7))
+    assert cpu.curve(1, MODEL)[3] - cpu.curve(1, NGRAM)[3] == pytest.approx(3 * (2 * 500_000 + 10**7) + 1.5 * 500_000)
     assert cost(half=True).curve(1, NGRAM)[1] / cost(half=True).plain(1) < cpu.curve(1, NGRAM)[1] / cpu.plain(1)
-    assert cost(accelerator=True).curve(1, NGRAM)[5] / cost(accelerator=True).plain(1) < 1.02
+    assert cost(accelerator=True).curve(1, NGRAM)[5] / cost(accelerator=True).plain(1) < 1.11
     assert cpu.observe(1, MODEL, 2, 123.0) == cpu.observe(1, MODEL, 2, None) == cpu.curve(1, MODEL)[2]
     assert cpu.plain(8) > cpu.plain(2) > cpu.plain(1)
 

@@ -10,6 +10,7 @@ same state. All heads run at once, so none depends on the draft tokens of the on
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -18,6 +19,7 @@ from torch.nn import functional
 from transformers import Cache, PreTrainedModel
 from transformers import initialization as init
 
+from ...policy.cost import ModelShape, shape_of
 from ...proposal import Proposal
 from ..base import AcceptedTokens, DraftContext, Drafter, DraftOutput, draft_log_probs
 from ..files import Checkpoint
@@ -100,6 +102,11 @@ class MedusaDraftModel(DraftModel):
             if not config.shared_with_target:
                 head.append(nn.Linear(config.hidden_size, draft_vocab_size, bias=False))
             self.heads.append(head)
+
+    def draft_work(self, target: PreTrainedModel) -> Callable[[int], Sequence[ModelShape]]:
+        """List one forward: all heads together have about as many operators as a layer."""
+        shapes = [ModelShape(1, shape_of(self).parameters)]
+        return lambda length: shapes * min(length, 1)
 
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
