@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from itertools import chain
+from operator import itemgetter
 from typing import Any, Literal
 
 import torch
@@ -220,6 +222,11 @@ class SpeculationStats:
         self.book(part, now - since)
         return now
 
+    @property
+    def clock(self) -> Callable[[], float]:
+        """Return the function that tells the time of a step's parts, in seconds."""
+        return self._now if self.synchronize else time.perf_counter
+
     def book(self, part: Part, seconds: float) -> None:
         """Add ``seconds`` to ``propose_seconds``, ``target_seconds`` or ``verify_seconds``."""
         name = f"{part}_seconds"
@@ -277,7 +284,7 @@ class SpeculationStats:
             stats.steps += len(emitted)
             stats.emitted += len(emitted)
             stats.seconds = seconds
-            stats.tokens += [step[place][0] for step in emitted]
+            stats.tokens += chain.from_iterable(map(itemgetter(place), emitted))
             stats.drafted += [False] * len(emitted)
 
     def finish(self, plain_step: float = 0.0) -> None:

@@ -124,6 +124,7 @@ class Call:
         can_draft = self.speculator.source is DraftSource.NGRAM and not self.speculator.shares_target_cache
         if (
             can_draft
+            and self.policy.longest > 0
             and self.config.tree is None
             and self.target.verifies_with_prompt(config, kwargs)
             and reads_prompts_causally(self.model)
@@ -132,6 +133,7 @@ class Call:
             root = AcceptedTokens(input_ids[:, -1:], input_ids.new_ones(len(input_ids)))
             score = functools.partial(self.target.prefill_with_draft_tokens, input_ids, config, kwargs)
             start, proposal = self._propose(root)
+            self._was_plain = proposal.max_depth == 0
             return self._step(proposal, start, score, self.target.restore_prompt_cache)
         scores = self.target.prefill(input_ids, config, kwargs)
         if self.target.compiles:
@@ -162,8 +164,10 @@ class Call:
             self._drop_finished(going_on, index)
         self.rows = self.sequences.rows
         start, proposal = self._propose(result.accepted_tokens(self.features, going_on, index))
+        self._align(proposal)
         if proposal.max_depth == 0 and self.target.scores_as_plain:
             result, start, proposal = self._plain_steps(start, proposal)
+            self._was_plain = proposal.max_depth == 0
             if len(self.sequences.rows) < len(self.rows):
                 return result
         return self._step(proposal, start, self.target.score, self.target.rollback)
@@ -171,18 +175,19 @@ class Call:
     def _plain_steps(self, start: float, proposal: Proposal) -> tuple[StepResult, float, Proposal]:
         """Take plain steps until a row ends or something is proposed; return the last result and what was proposed."""
         emitted: list[list[list[int]]] = []
-        usual = self.stats.steps > 0
+        usual, clock = self.stats.steps > 0, self.stats.clock
+        scoring = verifying = 0.0
         try:
             with self.target.plain_steps() as score:
                 while True:
-                    now = time.perf_counter()
+                    begun = clock()
                     scores = score(proposal)
-                    now = self.stats.lap("target", now)
+                    scored = clock()
                     result = self._verify(proposal, scores)
                     assert result is not None  # there is no draft token to blame
                     self._commit(proposal, scores, result)
                     emitted.append(result.emitted)
-                    self.stats.lap("verify", now)
+                    scoring, verifying = scoring + scored - begun, verifying + clock() - scored
                     self._observe(proposal, result, start, usual)
                     usual = True
                     if len(self.sequences.rows) < len(self.rows):
@@ -191,6 +196,8 @@ class Call:
                     if proposal.max_depth:
                         return result, start, proposal
         finally:
+            self.stats.book("target", scoring)
+            self.stats.book("verify", verifying)
             self.stats.plain_steps(self.rows, emitted)
 
     def _drop_finished(self, going_on: list[int], index: Tensor) -> None:
@@ -227,12 +234,11 @@ class Call:
     def _propose(self, accepted: AcceptedTokens) -> tuple[float, Proposal]:
         """Let the drafter propose after ``accepted``; return when that began, and the proposal."""
         start = time.perf_counter()
-        remaining_tokens = self.sequences.remaining_tokens(self.rows)
-        limit = min(self.policy.longest, max(remaining_tokens))
+        limit = min(self.policy.longest, self.sequences.most_remaining(self.rows))
         proposal = self.ranks.broadcast_proposal(self.drafter.propose(accepted, limit))
         if proposal.max_depth:
+            remaining_tokens = self.sequences.remaining_tokens(self.rows)
             proposal = self.target.clip(proposal.truncate_rows(remaining_tokens), min(self.policy.planned, limit))
-        self._align(proposal)
         self.stats.lap("propose", start)
         return start, proposal
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from itertools import compress
 from typing import TYPE_CHECKING
@@ -33,7 +34,7 @@ class Sequences:
         self.rows = list(range(input_ids.shape[0]))
         self.stops = stops
         self._ids = input_ids
-        # Tokens of each row that are on the CPU only so far, and the column of the first one.
+        # Tokens of each row that are on the CPU only so far, and the column of the first one, or of the next token.
         self._pending: list[list[int]] = [[] for _ in self.rows]
         self._starts = list(self.lengths)
         self._unfinished = set(self.rows)
@@ -74,6 +75,12 @@ class Sequences:
             return [1 << 30] * len(rows)
         return [max(0, end - 1 - length) for length in map(self.lengths.__getitem__, rows)]
 
+    def most_remaining(self, rows: Sequence[int]) -> int:
+        """Return the largest of ``remaining_tokens``."""
+        if (end := self.stops.max_length) is None:
+            return 1 << 30
+        return max(0, end - 1 - min(map(self.lengths.__getitem__, rows)))
+
     def last_tokens(self, rows: Sequence[int]) -> Tensor:
         """Return the last token of each of ``rows``, (rows,)."""
         self._write()
@@ -89,18 +96,21 @@ class Sequences:
 
         They stay on the CPU, and are copied to the device when ``ids`` is read.
         """
-        before = self.row_lengths
-        for row, new in zip(self.rows, emitted, strict=True):
-            if not self._pending[row]:
-                self._starts[row] = self.lengths[row]
-            self._pending[row] += new
+        before, all_grow = self.row_lengths, len(self.rows) == len(self.lengths)
+        pending = self._pending if all_grow else [self._pending[row] for row in self.rows]
+        for own, new in zip(pending, emitted, strict=True):
+            own += new
         text = self.ids if self.stops.reads_text else self._ids
         kept, going_on = [], []
         ends = self.stops.first_stop(text, before, emitted)
         if ends.count(None) == len(ends):  # as in most steps
             kept = list(map(len, emitted))
-            for row, old, count in zip(self.rows, before, kept, strict=True):
-                self.lengths[row] = old + count
+            longer = list(map(operator.add, before, kept))
+            if all_grow:
+                self.lengths = longer
+            else:
+                for row, length in zip(self.rows, longer, strict=True):
+                    self.lengths[row] = length
             self._stream()
             return kept
         for row, new, old, end in zip(self.rows, emitted, before, ends, strict=True):
@@ -128,6 +138,7 @@ class Sequences:
             columns.append([*range(start, start + len(new)), *[spare] * missing])
         both = to_device([tokens, columns], self._ids.device)  # (2, batch, width)
         self._ids.scatter_(1, both[1], both[0])
+        self._starts = list(map(operator.add, self._starts, map(len, self._pending)))
         self._pending = [[] for _ in self._pending]
 
     def append_column(self, tokens: Tensor, scores: tuple[Tensor, ...] | None) -> None:
@@ -140,7 +151,7 @@ class Sequences:
             tokens = torch.where(growing, tokens, self._pad)
         self._ids[:, length] = tokens
         for row in self.rows:
-            self.lengths[row] = length + 1
+            self.lengths[row] = self._starts[row] = length + 1
         self._stream()
         done = self.stops(self._ids[:, : length + 1], scores)
         self._unfinished = {row for row in self._unfinished if not done[row]}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+import sys
 from collections.abc import Sequence
 
 import torch
@@ -12,6 +14,7 @@ from ..device_tensors import cached_arange, cached_full, to_device
 SLOTS_ADDED = 256  # slots added at least when a buffer is full
 COLUMNS_AHEAD = 64  # column numbers computed at once, for columns after the committed tokens
 SMALL_BUFFER = 1 << 17  # bytes up to which copying a buffer takes less time than an indexed write
+NOWHERE = -2  # no column
 
 
 class SequenceLengths:
@@ -19,11 +22,14 @@ class SequenceLengths:
 
     ``lengths`` (batch,) counts the committed slots. ``cpu_lengths`` is the same on the CPU, so that no layer asks the
     accelerator. ``shortest`` and ``longest`` are their extremes; ``equal_lengths``: all rows are equally long.
-    ``draft_nodes`` counts the nodes of the draft region, the same number in every row.
+    ``draft_nodes`` counts the nodes of the draft region, the same number in every row. ``small_to`` is the number of
+    columns up to which the buffers of all layers are small. In a forward that may append to small buffers, the new
+    columns are those from ``appends_at`` up to ``appends_to``.
     """
 
     def __init__(self, lengths: Tensor, cpu_lengths: list[int]) -> None:
         self.draft_nodes = 0
+        self.small_to, self.appends_at, self.appends_to = sys.maxsize, NOWHERE, NOWHERE
         self.device = lengths.device
         self.set(lengths, cpu_lengths)
 
@@ -46,6 +52,19 @@ class SequenceLengths:
             self._lengths = cached_full(self.longest, len(self.cpu_lengths), self.device)
         return self._lengths
 
+    def begin_forward(self, count: int) -> None:
+        """Let layers append the ``count`` nodes of the next forward to small buffers, where all rows are equally long.
+
+        ``end_forward`` has to follow, also after an error.
+        """
+        end = self.longest + self.draft_nodes
+        if self.equal_lengths and end <= self.small_to:
+            self.appends_at, self.appends_to = end, end + count
+
+    def end_forward(self) -> None:
+        """Let nothing be appended until the next ``begin_forward``."""
+        self.appends_at = NOWHERE
+
     def advance(self, counts: Sequence[int], on_device: Tensor | None = None) -> None:
         """Make row b longer by ``counts[b]``; ``on_device`` (batch,) are the same counts, if they are there already.
 
@@ -53,7 +72,7 @@ class SequenceLengths:
         """
         if not any(counts):
             return
-        cpu_lengths = [length + count for length, count in zip(self.cpu_lengths, counts, strict=True)]
+        cpu_lengths = list(map(operator.add, self.cpu_lengths, counts))
         if len(set(cpu_lengths)) == 1:
             self.set(None, cpu_lengths)
             return

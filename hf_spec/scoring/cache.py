@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -25,6 +26,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, EncoderDecoderCache, StaticCache
 
 from ..device_tensors import cached_arange, to_list
+from ..versions import DummyLayer
 from .buffers import SequenceLengths, SlotBuffer
 from .layers import LAYER_CLASSES, adopt, keeps_state, undo
 from .static import undo_static_reading
@@ -132,6 +134,23 @@ class TreeKVCache(Cache):
         """Tell which layers keep only a state: transformers sizes its masks by the first other one."""
         return [not layer.keeps_slots for layer in self.layers]
 
+    @functools.cached_property
+    def is_sliding(self) -> list[bool]:
+        """Tell which layers have a window, as ``Cache`` does in every forward."""
+        return [getattr(layer, "is_sliding", False) for layer in self.layers]
+
+    @functools.cached_property
+    def is_dummy(self) -> list[bool]:
+        """Tell which layers cache nothing, as ``Cache`` does in every forward."""
+        return [isinstance(layer, DummyLayer) for layer in self.layers]
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Write the states of new nodes to a layer, as ``Cache`` does: nothing here is replicated or offloaded."""
+        found: tuple[Tensor, Tensor] = self.layers[layer_idx].update(key_states, value_states, *args, **kwargs)
+        return found
+
     @property
     def layers_with_states(self) -> list[Any]:
         """Return the layers that keep a recurrent or convolution state."""
@@ -192,6 +211,7 @@ class TreeKVCache(Cache):
             self._crossing = EncoderDecoderCache(self, _rows_of(self._crossing.cross_attention_cache, rows))
         self.batch = [self.batch[row] for row in kept]
         self.rows.set(self.rows.lengths.index_select(0, rows), [self.rows.cpu_lengths[row] for row in kept])
+        self.rows.small_to = sys.maxsize  # not known for fewer rows
 
     @property
     def can_join(self) -> bool:

@@ -30,13 +30,7 @@ def way_of_forward(model: PreTrainedModel) -> Hashable:
     parts: list[Any] = [precision(model), adapter_of_inputs(model)]
     kinds: dict[Any, None] = {}
     configs: dict[int, Any] = {}
-    seen: dict[nn.Module, None] = {}  # our own walk: torch's builds names, and takes several times as long
-    left: list[nn.Module | None] = [model]
-    while left:
-        module = left.pop()
-        if module is None or module in seen:
-            continue
-        seen[module] = None
+    for module in _modules(model):
         own, kind = module.__dict__, cast(Any, type(module))
         kinds[kind] = None
         parts += kind, bool(own["training"])
@@ -47,12 +41,24 @@ def way_of_forward(model: PreTrainedModel) -> Hashable:
                 parts += type(weight), weight.dtype
         if "config" in own:
             configs[id(own["config"])] = own["config"]
-        if own["_modules"]:
-            left += own["_modules"].values()
     parts.extend(map(_frozen, configs.values()))
     parts.extend(_identity(kind.forward) for kind in kinds)
     parts.extend(_identity(one) for one in _functions(model))
     return tuple(parts)
+
+
+def _modules(model: nn.Module) -> list[nn.Module]:
+    """List ``model`` and its modules: torch's own walk builds names, and takes several times as long."""
+    seen: dict[nn.Module, None] = {}
+    left: list[nn.Module | None] = [model]
+    while left:
+        module = left.pop()
+        if module is None or module in seen:
+            continue
+        seen[module] = None
+        if inner := module.__dict__["_modules"]:
+            left += inner.values()
+    return list(seen)
 
 
 def foreign_hooks(model: nn.Module) -> list[str]:
@@ -60,6 +66,8 @@ def foreign_hooks(model: nn.Module) -> list[str]:
 
     Those of this package, and of PEFT's adapters for each row, do not count.
     """
+    if not any(one._forward_hooks or one._forward_pre_hooks for one in _modules(model)):
+        return []  # as in most calls, without the names
     return [
         f"{name or type(module).__name__}: {getattr(hook, '__qualname__', type(hook).__name__)}"
         for name, module in model.named_modules()

@@ -58,7 +58,9 @@ class KVView:
             before = max(0, self.prompt - padding.shape[1])
             padding = torch.nn.functional.pad(padding.to(self.device, torch.bool), (before, 0), value=True)
         self.padding = padding
-        self._padding_mask: Tensor | None = None  # (batch, columns so far), 0 at padding
+        # For as many columns as there are so far, and some more: see ``mask_of`` and ``seen_by_one``.
+        self._padding_mask: Tensor | None = None  # (batch, columns), 0 at padding
+        self._seen: Tensor | None = None  # (batch, 1, 1, columns) bool, False at padding
         self._cached_positions: _CachedPositions | None = None  # see ``positions``
         self._depths: tuple[Tensor, ...] | None = None  # (batch, nodes) each, of the open nodes if they are a tree
         self._row_spans = RowSpans(cache, padding)
@@ -86,8 +88,12 @@ class KVView:
         rows = self.cache.rows
         depths = None if ancestors is None else depths_with(self._depths, ancestors, depth, rows.draft_nodes)
         block = self._tree_mask(count, depths, ancestors, depth)
-        with showing(block, config._attn_implementation):
-            yield block
+        rows.begin_forward(count)
+        try:
+            with showing(block, config._attn_implementation):
+                yield block
+        finally:
+            rows.end_forward()
         if not block.asked and self.cache.attends:
             raise ValueError(
                 f"a model of type {config.model_type} builds its attention masks without transformers.masking_utils, "
@@ -163,7 +169,15 @@ class KVView:
         if self._padding_mask is None or self._padding_mask.shape[1] < width:
             missing = width + COLUMNS_AHEAD - self.padding.shape[1]
             self._padding_mask = torch.nn.functional.pad(self.padding.long(), (0, missing), value=1)
+            self._seen = self._padding_mask[:, None, None].bool()
         return self._padding_mask[:, :width]
+
+    def seen_by_one(self, mask: Tensor | None) -> Tensor | None:
+        """Return what ``mask``, as ``mask_of`` has just returned it, lets one node of each row see.
+
+        It is (batch, 1, 1, columns) bool, ``None`` without padding.
+        """
+        return None if mask is None or self._seen is None else self._seen[..., : mask.shape[1]]
 
     def commit(
         self, path: Tensor, counts: Sequence[int], in_place: bool = False, on_device: Tensor | None = None

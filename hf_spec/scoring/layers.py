@@ -120,8 +120,7 @@ class SlotLayer(Layer, CacheLayerMixin):
     is_sliding = False
     slot_dims: ClassVar[dict[str, int]] = {"keys": 2, "values": 2}  # the slot dimension of each tensor
     cut_dims: ClassVar[dict[str, int]] = slot_dims
-    # Where both buffers have as many columns as are used, this number, and up to how many columns they are small.
-    _full_to, _small_to = NOT_FULL, 0
+    _full_to = NOT_FULL  # the number of columns in use, where both buffers have as many and keep all of them
 
     @classmethod
     def adopt(cls, layer: Any, rows: SequenceLengths) -> Self:
@@ -134,6 +133,7 @@ class SlotLayer(Layer, CacheLayerMixin):
         super().__init__()  # type: ignore[no-untyped-call]
         self.rows = rows
         self.buffers = {name: SlotBuffer(dim) for name, dim in self.slot_dims.items()}
+        self._both = self.buffers["keys"], self.buffers["values"]
 
     def _take_over(self, layer: Any) -> None:
         if not layer.is_initialized or layer.keys is None:  # it reads the keys of another layer
@@ -155,21 +155,21 @@ class SlotLayer(Layer, CacheLayerMixin):
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Write the states of new nodes, and return all columns that a query may need."""
-        rows, keys, values = self.rows, self.buffers["keys"], self.buffers["values"]
-        end, is_in_graph = rows.longest + rows.draft_nodes, torch.compiler.is_compiling()
-        if not is_in_graph and self._small_to >= end == self._full_to and rows.equal_lengths:
+        rows, (keys, values) = self.rows, self._both
+        # In a graph `_full_to` never changes, so that no guard looks at a number that does.
+        if self._full_to >= 0 and self._full_to == rows.appends_at:
             # What ``SlotBuffer.write`` does with small buffers, in fewer instructions: plain steps have to be cheap.
             self.keys = keys.data = torch.cat((keys.data, key_states), 2)  # type: ignore[arg-type]
             self.values = values.data = torch.cat((values.data, value_states), 2)  # type: ignore[arg-type]
-            self._full_to = end + key_states.shape[2]
+            self._full_to = rows.appends_to
             return self.keys, self.values
         self.is_initialized, first = True, self.first
         self.keys = keys.write(key_states, rows, first)  # some models check whether a layer has any
         self.values = values.write(value_states, rows, first)
-        if not is_in_graph and self.window is None:
+        if self.window is None and not torch.compiler.is_compiling():
             is_full = self.keys is keys.data and self.values is values.data  # neither is a view
-            self._full_to = end + key_states.shape[2] if is_full else NOT_FULL
-            self._small_to = min(keys.small_columns, values.small_columns)
+            self._full_to = rows.longest + rows.draft_nodes + key_states.shape[2] if is_full else NOT_FULL
+            rows.small_to = min(rows.small_to, keys.small_columns, values.small_columns)
         return self.keys, self.values
 
     def keep_rows(self, rows: Tensor) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -195,6 +195,7 @@ def why_no_masks(implementation: str) -> str | None:
 
 
 _block: ContextVar[TreeMask | None] = ContextVar("hf_spec_block", default=None)
+_plain: ContextVar[Tensor | None] = ContextVar("hf_spec_plain", default=None)  # see ``PlainMasks``
 _counting = threading.Lock()
 _open = 0  # number of open blocks, in all threads
 _any_open = False  # checked first: unlike a context variable, torch.compile can read it, so plain calls can be graphs
@@ -231,6 +232,40 @@ def attending_in(spans: Sequence[Span], implementation: str) -> Iterator[None]:
         _count(-1)
 
 
+class PlainMasks(contextlib.AbstractContextManager["PlainMasks"]):
+    """The masks of plain steps over padded rows: kept between steps instead of made anew by transformers.
+
+    The context is open during steps one after the other, and ``showing`` in each forward. Only a mask that would be
+    equal to the kept one is replaced by it: sdpa's, of a layer that sees all columns, for one node.
+    """
+
+    def __init__(self, implementation: str) -> None:
+        self._is_sdpa = implementation == "sdpa"
+        if self._is_sdpa:
+            _hook_masks(implementation)
+
+    def __enter__(self) -> Self:
+        _count(1)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _count(-1)
+
+    def show(self, seen: Tensor | None) -> None:
+        """Use ``seen`` (batch, 1, 1, columns) bool in the next forward; ``None`` after it."""
+        if self._is_sdpa:
+            _plain.set(seen)
+
+
+def _kept(kwargs: dict[str, Any]) -> Tensor | None:
+    """Return the mask that was kept for a plain step, if transformers' own for these arguments would equal it."""
+    seen, padding = _plain.get(), kwargs.get("attention_mask")
+    if seen is None or padding is None or kwargs.get("mask_function") is not causal_mask_function:
+        return None
+    is_one = kwargs["q_length"] == 1 and kwargs["kv_offset"] == 0 and kwargs["kv_length"] == seen.shape[3]
+    return seen if is_one and padding.shape == seen.shape[::3] else None
+
+
 def _count(change: int) -> None:
     global _open, _any_open
     with _counting:
@@ -246,6 +281,8 @@ def _hook_masks(implementation: str) -> None:
 
     def mask(*args: Any, **kwargs: Any) -> Any:
         block = open_block()
+        if block is None and _any_open and (kept := _kept(kwargs)) is not None:
+            return note_causal(kept)
         if block is None:
             plain = original(*args, **kwargs)
             is_full = _any_open and isinstance(plain, Tensor) and kwargs.get("mask_function") is causal_mask_function

@@ -25,7 +25,7 @@ from .features import Features
 from .groups import Reading, groups_of, read_in_groups
 from .hooks import NO_CONTEXT, hooked
 from .kv_view import KVView
-from .masks import TreeMask, attending_in
+from .masks import PlainMasks, TreeMask, attending_in
 from .names import CACHES, OF_DECODER_ONLY, map_tensors, text_arguments
 from .plain import continued, prompt_kwargs, step_inputs
 from .positions import OwnPositions
@@ -358,10 +358,10 @@ class ModelRunner:
     @contextlib.contextmanager
     def plain_steps(self) -> Iterator[Callable[[Proposal], Scores]]:
         """Score roots alone, one plain step per call, while ``scores_as_plain`` holds."""
-        with self.features.watching() as caught:
-            yield functools.partial(self._score_as_plain, caught)
+        with self.features.watching() as caught, PlainMasks(self._text_config._attn_implementation) as masks:
+            yield functools.partial(self._score_as_plain, caught, masks)
 
-    def _score_as_plain(self, caught: dict[int, Tensor], proposal: Proposal) -> Scores:
+    def _score_as_plain(self, caught: dict[int, Tensor], masks: PlainMasks, proposal: Proposal) -> Scores:
         slots, rows = self.slots, self.slots.cache.rows
         inputs = {**self._step_kwargs, self._names.ids: proposal.tokens, self._cache_name: slots.cache.shown}
         if (mask := slots.mask_of(rows.longest + 1)) is not None:
@@ -369,8 +369,14 @@ class ModelRunner:
         if self._origin is not None:
             inputs[self._names.positions] = slots.next_positions(self._origin, 0, 1)
         spans = slots.spans(1)
-        with attending_in(spans, self._text_config._attn_implementation) if spans else NO_CONTEXT:
-            outputs = self._forward(inputs)
+        rows.begin_forward(1)
+        masks.show(slots.seen_by_one(mask))
+        try:
+            with attending_in(spans, self._text_config._attn_implementation) if spans else NO_CONTEXT:
+                outputs = self._forward(inputs)
+        finally:
+            masks.show(None)
+            rows.end_forward()
         rows.draft_nodes = 1
         return Scores(outputs.logits, self.features.joined(outputs, caught), self.features.all_hidden(outputs))
 

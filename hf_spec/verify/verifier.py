@@ -6,6 +6,7 @@ the result to the host once, and cuts it where a sequence stops.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -22,6 +23,7 @@ from .compiled import CompiledVerifier
 from .result import HostResult, VerificationResult, read_table, result_table
 from .rules import rule_for, verify_against_tokens, verify_target_samples
 
+_LAST: Callable[[list[int]], int] = operator.itemgetter(-1)
 # Tells how many of the emitted tokens of each sequence are kept: those after its end are not.
 Cut = Callable[[list[list[int]]], list[int]]
 
@@ -111,6 +113,10 @@ class StepResult:
         ``index`` is the same on the device, ``None`` if these are all rows.
         """
         amounts, emitted = self.kept, self.emitted
+        if (
+            index is None and self.counts is not None and self.tokens.shape[1] == 1
+        ):  # a plain step, which has to be cheap
+            return AcceptedTokens(self.tokens, self.counts, features, amounts, emitted)
         if index is not None:
             amounts, emitted = [amounts[row] for row in rows], [emitted[row] for row in rows]
         width, device = max(amounts), self.tokens.device
@@ -212,7 +218,7 @@ class Verifier:
 
 
 def _refuse_missing(emitted: list[list[int]]) -> None:
-    if any(tokens[-1] < 0 for tokens in emitted):
+    if min(map(_LAST, emitted)) < 0:
         raise RuntimeError(
             "no token can be drawn (plain generate fails there, too): a row's scores are all -inf, or one is nan. "
             "Look for a logits processor that leaves no token, or for logits that overflow."

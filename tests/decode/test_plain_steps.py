@@ -16,6 +16,9 @@ from twins import draft, noisy, target
 from hf_spec import SpeculationConfig
 from hf_spec.decode.loop import Call
 from hf_spec.policy.acceptance import FADED_TOGETHER
+from hf_spec.scoring import masks
+from hf_spec.scoring.buffers import NOWHERE
+from hf_spec.scoring.kv_view import KVView
 from hf_spec.scoring.runner import ModelRunner
 
 AUTO = SpeculationConfig(num_speculative_tokens="auto")
@@ -116,6 +119,48 @@ def test_a_run_that_is_interrupted_leaves_what_was_shown(after: int, monkeypatch
         torch.testing.assert_close(ours.keys, plain.keys)
     again = [model.generate(**prompts(1), max_new_tokens=5, **options) for options in ({}, {"speculator": draft()})]
     assert torch.equal(*again)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_masks_that_are_kept_between_plain_steps_are_transformers_own(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Padded rows; layers with a window get transformers' masks. A kept mask that shows the padding is noticed."""
+    model, kept, used = build(name), masks._kept, []
+
+    def counted(kwargs: dict[str, Any]) -> Any:
+        used.append(kept(kwargs) is not None)
+        return kept(kwargs)
+
+    def logits() -> Any:
+        options = {"speculator": "plain", "return_dict_in_generate": True, "output_logits": True, "max_new_tokens": 9}
+        return torch.stack(model.generate(**prompts(3), **options).logits)
+
+    monkeypatch.setattr(masks, "_kept", counted)
+    found = logits()
+    assert used.count(True) >= 7
+    monkeypatch.setattr(masks, "_kept", lambda kwargs: None)
+    assert torch.equal(found, logits())
+    monkeypatch.setattr(masks, "_kept", kept)
+    monkeypatch.setattr(KVView, "seen_by_one", lambda view, mask: torch.ones_like(mask[:, None, None]).bool())
+    assert not torch.allclose(found, logits())
+
+
+def test_nothing_of_a_forward_that_failed_is_left_to_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    runners: list[ModelRunner] = []
+
+    def fail(runner: ModelRunner, inputs: Any) -> Any:
+        runners.append(runner)
+        assert runner.slots.cache.rows.appends_at != NOWHERE and masks._plain.get() is not None
+        raise KeyboardInterrupt("in a forward")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ModelRunner, "_forward", fail)
+        with pytest.raises(KeyboardInterrupt, match="in a forward"):
+            target().generate(**prompts(3), speculator="plain", max_new_tokens=9)
+    assert runners[0].slots.cache.rows.appends_at == NOWHERE and masks._plain.get() is None
+    plain, ours = (target().generate(**prompts(3), max_new_tokens=9, **more) for more in ({}, {"speculator": "plain"}))
+    assert torch.equal(ours, plain)
 
 
 def test_the_policy_is_asked_once_for_several_plain_steps(monkeypatch: pytest.MonkeyPatch) -> None:
