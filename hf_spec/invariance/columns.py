@@ -136,7 +136,11 @@ class Columns:
         """Return the columns of each text in blocks of ``size`` places; masks are of ``dtype``."""
         found = self._found.get((size, dtype))
         if found is None:
-            found = self._found[size, dtype] = [(text, text.columns(size, dtype)) for text in self._texts]
+            found = []
+            for text in self._texts:
+                is_like_last = found and text.visible is found[-1][0].visible and text.place is found[-1][0].place
+                found.append((text, found[-1][1] if is_like_last else text.columns(size, dtype)))
+            self._found[size, dtype] = found
         return found
 
     def with_bias(self, bias: Tensor, key_heads: int, size: int, dtype: torch.dtype) -> list[tuple[Text, RowColumns]]:

@@ -116,13 +116,14 @@ def invariant(model: PreTrainedModel) -> Invariance:
 
     - alone or in a batch, padded or not,
     - with any speculator, chain or tree,
-    - whether its prompt is read at once or in pieces.
+    - whether its prompt is read at once or in pieces,
+    - with the source of an encoder-decoder model alone or in a padded batch.
 
     Beams, training and compiled forwards are not covered. Another processor, another number of threads, another
     version of torch and packed weights may give other bits.
 
     The products of the model are tried, and its forwards compared bit by bit, before anything else runs. That takes
-    some forwards.
+    some forwards. A copy of the model, by ``copy.deepcopy``, is outside of the mode.
 
     Errors: a ValueError if the model computes anything that depends on the other rows; it names the module. A
     TypeError for what is no model of transformers.
