@@ -8,7 +8,7 @@ ten small changes to one function, shown or only described; a support chat; ten 
 lines, as for ``hf-spec bench``, adds one per category. Draft lengths are fixed, so another run finds the same figures.
 
     python examples/history.py --target DIR --prompts prompts.jsonl --write-texts texts.json    # plain generate, once
-    python examples/history.py --texts texts.json --min-chance 0.05 0.1 0.2 0.3                 # no model
+    python examples/history.py --texts texts.json --min-token-prob 0.05 0.1 0.2 0.3                 # no model
 
 Greedy text is the same with any draft, so lookups can be measured over saved texts.
 """
@@ -92,7 +92,7 @@ def main() -> None:
         with open(options.texts, encoding="utf-8") as file:
             texts = json.load(file)
         for name, pairs in texts.items():
-            found = {way: replay(pairs, *one) for way, one in ways(None, options.min_chance).items()}
+            found = {way: replay(pairs, *one) for way, one in ways(None, options.min_token_prob).items()}
             print_table(name, found)
         return
     tokenizer = AutoTokenizer.from_pretrained(options.target)
@@ -106,7 +106,7 @@ def main() -> None:
         return
     for name in options.sets or sets:
         prompts, report[name] = sets[name][: options.limit], {}
-        for way, (speculator, config) in ways(draft, options.min_chance).items():
+        for way, (speculator, config) in ways(draft, options.min_token_prob).items():
             if options.ways and way not in options.ways:
                 continue
             set_seed(0)
@@ -160,7 +160,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--max-new-tokens", type=int, default=96)
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--min-chance", type=float, nargs="+", default=[0.1], help="several: compare thresholds")
+    parser.add_argument("--min-token-prob", type=float, nargs="+", default=[0.1], help="several: compare thresholds")
     parser.add_argument("--write-texts", help="only write plain greedy texts to this file")
     parser.add_argument(
         "--only-costs", action="store_true", help="memory and processor time of a full history, no model"
@@ -193,7 +193,7 @@ def ways(draft: Any, chances: Sequence[float]) -> dict[str, tuple[Any, Speculati
     }
     for chance in chances:
         name = "history" if len(chances) == 1 else f"history {chance}"
-        found[name] = (NgramSpeculator(history_size=100_000, min_chance=chance), chain(16))
+        found[name] = (NgramSpeculator(history_size=100_000, min_token_prob=chance), chain(16))
     if draft is None:
         return found
     tree = SpeculationConfig(num_speculative_tokens=5, tree="dynamic", tree_topk=4, num_tree_tokens=12)

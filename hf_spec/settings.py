@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from typing import Any, Literal, TypeGuard, TypeVar, get_args
+from typing import Any, Literal, TypeGuard, get_args
 
 TreeKind = Literal["dynamic", "sampled"]
 VerificationRule = Literal["auto", "token", "block", "exact"]
@@ -13,40 +12,7 @@ AcceptanceRule = Literal["lossless", "typical", "near_best"]
 
 DEFAULT_NUM_SPECULATIVE_TOKENS = 5
 
-T = TypeVar("T")
 
-
-# What settings were called before version 0.2.0.
-RENAMED = {
-    "tree_top_k": "tree_topk",
-    "tree_nodes": "num_tree_tokens",
-    "min_confidence": "confidence_threshold",
-    "draft_sampling": "sample_draft",
-    "typical_threshold": "posterior_threshold",
-    "typical_alpha": "posterior_alpha",
-}
-
-
-def refuse_old_names(given: Iterable[str]) -> None:
-    """Raise a TypeError that says what a setting is called now, if one of ``given`` has an old name."""
-    if old := [f"{name} is now called {RENAMED[name]}" for name in given if name in RENAMED]:
-        raise TypeError(f"SpeculationConfig: {'; '.join(old)}.")
-
-
-def _knows_old_names(config: type[T]) -> type[T]:
-    """Let a dataclass refuse the old names of its fields."""
-    init: Callable[..., None] = config.__init__
-
-    @functools.wraps(init)
-    def checked(self: T, *args: Any, **kwargs: Any) -> None:
-        refuse_old_names(kwargs)
-        init(self, *args, **kwargs)
-
-    config.__init__ = checked  # type: ignore[assignment, method-assign, unused-ignore]
-    return config
-
-
-@_knows_old_names
 @dataclass(frozen=True)
 class SpeculationConfig:
     """How to draft and how to verify.
@@ -161,7 +127,6 @@ class SpeculationConfig:
 
     def merge(self, **changes: Any) -> SpeculationConfig:
         """Return a copy with ``changes``; unknown names raise a TypeError that lists the known ones."""
-        refuse_old_names(changes)
         known = {field.name for field in fields(self)}
         if unknown := set(changes) - known:
             raise TypeError(f"SpeculationConfig has no {sorted(unknown)}; it has {sorted(known)}")

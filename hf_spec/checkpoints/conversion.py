@@ -53,8 +53,6 @@ def convert(
     ``verifier`` is neither a Hub id nor a directory. A FileExistsError if ``dst`` holds files. ``dst`` is written
     completely or not at all.
     """
-    if "whole" in kwargs:
-        raise TypeError("convert: whole is now called self_contained")
     _check_verifier(verifier)
     _check_code(with_code, to)
     draft = AutoDraftModel.from_pretrained(src, **kwargs)

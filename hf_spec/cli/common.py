@@ -173,15 +173,6 @@ def json_object(text: str) -> dict[str, Any]:
     raise argparse.ArgumentTypeError(f'{text!r} is no JSON object such as {{"enable_thinking": false}}')
 
 
-def refuse_old_name(new: str) -> Callable[[str], str]:
-    """Return a function that refuses an option which is now called ``new``."""
-
-    def refuse(text: str) -> str:
-        raise argparse.ArgumentTypeError(f"it is now called {new}")
-
-    return refuse
-
-
 def text_of(text: str) -> str:
     """Read a text. Python decodes bytes that are not UTF-8 as halves of surrogate pairs, which are refused."""
     try:
@@ -193,8 +184,6 @@ def text_of(text: str) -> str:
 
 def draft_of(text: str) -> str:
     """Read the name of a draft; only an empty name is refused."""
-    if text.partition("+")[0] == "memory":
-        raise argparse.ArgumentTypeError(f"{text!r}: memory is now called history: write {'history' + text[6:]!r}")
     if text.removeprefix("history+").strip():
         return text
     raise argparse.ArgumentTypeError(f"{text!r} names no draft: write {SPECULATOR_HELP}")

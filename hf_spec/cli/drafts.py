@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from .common import command, refuse_old_name
+from .common import command
 
 DEFAULT_LAYOUT = "speculators"
 
@@ -50,7 +50,6 @@ def add_convert(commands: Any) -> None:
     )
     add("--with-code", action="store_true", help="write the code, too, with which transformers alone reads the "
         "draft and decodes, with trust_remote_code=True")  # fmt: skip
-    add("--whole", type=refuse_old_name("--self-contained"), help=argparse.SUPPRESS)
 
 
 def _convert(args: argparse.Namespace) -> None:

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from .common import refuse_old_name, writable
+from .common import writable
 
 if TYPE_CHECKING:
     from ..drafts.base import Speculator
@@ -19,7 +19,6 @@ def add_history_file(add: Any) -> None:
     """Declare the option; ``check_history_file`` and ``keeping_history`` read it."""
     add("--history-file", type=writable, metavar="FILE", help="of --speculator history or history+DRAFT: begin with "
         "the texts there, and save all texts there at the end; readable by you alone")  # fmt: skip
-    add("--memory-file", type=refuse_old_name("--history-file"), help=argparse.SUPPRESS)
 
 
 def check_history_file(args: argparse.Namespace) -> None:

@@ -23,15 +23,12 @@ from ..device_tensors import to_device, to_list
 from .graphs import Graphs, compiled_model, taking_turns, why_not_compiled
 from .kv_view import KVView
 from .names import CACHE
+from .plain import rounding_of_a_forward
 from .rings import power_of_two
 from .runner import ModelRunner, Scores
 from .static import StaticKVView, StaticTreeKVCache
 
 logger = logging.get_logger(__name__)
-
-# Largest difference between eager forwards with masks made outside and inside that may be due to rounding, as a share
-# of the logits' spread.
-GRAPH_TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.1}
 
 _not_compiled: WeakKeyDictionary[PreTrainedModel, str] = WeakKeyDictionary()  # models that run eagerly, and why
 _masks_tried: WeakKeyDictionary[PreTrainedModel, set[str]] = WeakKeyDictionary()
@@ -220,7 +217,7 @@ class CompiledForward:
             difference = (self._model(**masks).logits.float() - asked).abs().max() / asked.std()
         except Exception as error:
             return f"it takes no masks made outside its forward ({error})"
-        if not difference <= GRAPH_TOLERANCE.get(self._model.dtype, 1e-3):
+        if not difference <= rounding_of_a_forward(self._model.dtype):
             return "it does something else with masks made outside its forward"
         tried.add(implementation)
         return None

@@ -16,14 +16,12 @@ from ..proposal import Proposal
 from .changes import foreign_hooks
 from .features import Features, decoder_of
 from .hooks import hooked
-from .plain import difference, input_device, precision
+from .plain import difference, input_device, precision, rounding_of_a_forward
 from .prompts import tokens_for
 from .runner import ModelRunner, Scores
 from .trials import in_short, tried_once
 
 PROBE_TOKENS = 8  # that tell whether a model can do without its last layers
-# Largest difference that may be due to rounding, as a share of the logits' spread.
-EXIT_TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.1}
 # What replaces the forward of one module: bound to the whole model, it would run all layers.
 REPLACED = ("forward", "_old_forward", "_compiled_call_impl")
 
@@ -205,7 +203,7 @@ def _why_no_exit(model: PreTrainedModel, count: int) -> str | None:
     except Exception as error:  # whatever an unforeseen architecture makes of fewer layers
         return f"{name} cannot run its first {count} layers alone ({in_short(error)})"
     apart = float(difference(logits, expected).max())
-    if not apart <= EXIT_TOLERANCE.get(precision(model), 1e-3):  # nan is refused too
+    if not apart <= rounding_of_a_forward(precision(model)):  # nan is refused too
         return f"the first {count} layers of {name} alone compute something else than within it"
     return None
 
@@ -250,4 +248,4 @@ def _reuses(model: PreTrainedModel, count: int) -> bool:
         logits = torch.cat([logits, runner.extend(ids[:, 7:]).logits], dim=1)
     except Exception:  # whatever an unforeseen architecture makes of layers that have run
         return False
-    return bool(difference(logits, expected).max() <= EXIT_TOLERANCE.get(precision(model), 1e-3))
+    return bool(difference(logits, expected).max() <= rounding_of_a_forward(precision(model)))

@@ -17,6 +17,8 @@ from .names import text_arguments
 MASKED = -1e4  # logits as low as this are a mask: no head computes them
 # Largest difference between two readings of one text that may be due to rounding, as a share of the logits' spread.
 ROUNDING = {torch.float32: 1e-3, torch.float16: 0.15, torch.bfloat16: 0.25}
+# The same of two forwards over the same tokens and slots.
+ROUNDING_OF_A_FORWARD = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.1}
 
 
 def input_device(model: PreTrainedModel) -> torch.device:
@@ -37,6 +39,11 @@ def precision(model: PreTrainedModel) -> torch.dtype:
 def rounding_of(model: PreTrainedModel) -> float:
     """Return the largest difference of two readings of one text that may be due to rounding; see ``difference``."""
     return ROUNDING.get(precision(model), 1e-3)
+
+
+def rounding_of_a_forward(dtype: torch.dtype) -> float:
+    """Return the largest difference of two forwards over the same tokens and slots that may be due to rounding."""
+    return ROUNDING_OF_A_FORWARD.get(dtype, 1e-3)
 
 
 def scored_vocabulary(model: Any) -> int:

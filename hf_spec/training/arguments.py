@@ -37,7 +37,6 @@ LEAST = {
     **dict.fromkeys(("eval_prompts", "confidence_weight", "selector_weight", "feature_loss_weight"), 0),
     **dict.fromkeys(("learning_rate", "weight_decay", "adam_epsilon", "max_grad_norm"), 0),
 }
-OLD_NORMALIZER = "guess"  # the name of "draft_token" in recipes and checkpoints of earlier versions
 ABOVE_0 = ("step_decay", "kl_temperature", "muon_learning_rate", "eval_temperature")
 
 
@@ -115,17 +114,7 @@ class DraftTrainingArguments(TrainingArguments):
     label_names: list[str] | None = field(default_factory=list)
     ddp_find_unused_parameters: bool | None = False  # every trained parameter always gets a gradient
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore what a ``training_args.bin`` holds, which may be of an earlier version."""
-        vars(self).update(state)
-        self._read_old_name()
-
-    def _read_old_name(self) -> None:
-        if self.normalizer == OLD_NORMALIZER:
-            self.normalizer = "draft_token"
-
     def __post_init__(self) -> None:
-        self._read_old_name()
         objective_terms(self.objective)
         for name, choices in (("normalizer", Normalizer), ("outside_vocabulary", Outside)):
             if getattr(self, name) not in get_args(choices):

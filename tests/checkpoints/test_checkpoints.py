@@ -614,8 +614,6 @@ def test_a_draft_that_borrows_is_written_whole_for_readers_that_lend_nothing(tmp
     assert torch.equal(logits(whole, case), logits(AutoDraftModel.from_pretrained(source, target=target), case))
     with pytest.raises(ValueError, match="self_contained=True needs target="):
         convert(tmp_path / "borrows", tmp_path / "no", self_contained=True)
-    with pytest.raises(TypeError, match="whole is now called self_contained"):
-        convert(tmp_path / "borrows", tmp_path / "no", whole=True)
 
 
 @pytest.mark.parametrize("case", ALL)

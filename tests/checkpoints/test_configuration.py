@@ -18,7 +18,7 @@ from hf_spec.drafts.eagle.configuration import EagleSpeculatorConfig
 from hf_spec.drafts.eagle3.configuration import EAGLE3_FLAGS, Eagle3SpeculatorConfig
 from hf_spec.drafts.medusa.configuration import MedusaSpeculatorConfig
 from hf_spec.drafts.mtp.configuration import MTPSpeculatorConfig
-from hf_spec.settings import RENAMED, SpeculationConfig
+from hf_spec.settings import SpeculationConfig
 from hf_spec.training import new_draft
 from hf_spec.training.checks import name_target
 
@@ -309,14 +309,6 @@ def test_a_draft_that_is_trained_on_for_another_target_becomes_that_one_s() -> N
     draft = new_draft(Eagle3SpeculatorConfig.for_target(target.config), target)
     name_target(draft, tiny_target(num_hidden_layers=12), "org/twelve")
     assert draft.config.made_for["num_hidden_layers"] == 12 and draft.config.made_for["name_or_path"] == "org/twelve"
-
-
-@pytest.mark.parametrize("name", RENAMED)
-def test_old_names_of_settings_are_refused_with_the_new_ones(name: str) -> None:
-    for make in (SpeculationConfig, SpeculationConfig().merge):
-        with pytest.raises(TypeError, match=f"{name} is now called {RENAMED[name]}"):
-            make(**{name: 1})
-    assert RENAMED[name] in SpeculationConfig().to_dict()
 
 
 @pytest.mark.parametrize("value", [None, 1, "yes"])

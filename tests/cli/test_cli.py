@@ -410,12 +410,6 @@ def test_a_draft_has_a_name(command, name, capsys):
     assert f"{name!r} names no draft: write ngram, history, " in capsys.readouterr().err
 
 
-def test_the_old_name_of_an_option_of_convert_is_refused_with_the_new_one(capsys):
-    with pytest.raises(SystemExit, match="2"):
-        main(["convert", "no-draft", "out", "--whole", "no-model"])
-    assert "argument --whole: it is now called --self-contained" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("option", ["--batch-size", "--max-length", "--max-new-tokens", "--num-proc", "--threads"])
 def test_prepare_counts_from_one(option, capsys):
     with pytest.raises(SystemExit, match="2"):

@@ -146,7 +146,7 @@ def test_drafter_equals_a_scan_of_all_texts(seed: int) -> None:
     """Rows look in their own text, in each other's, also in those that left, in the corpus, and in the memory."""
     rng = random.Random(seed)
     books = [random_text(rng, 50) for _ in range(rng.choice([0, 2]))]
-    speculator = NgramSpeculator(corpus=books, history_size=1_000, min_chance=0.05)
+    speculator = NgramSpeculator(corpus=books, history_size=1_000, min_token_prob=0.05)
     earlier = [random_text(rng, BLOCK - 1) for _ in range(2)]
     speculator.learn(earlier)
     saved = [[*text, BREAK] for text in (*books, *earlier)]
@@ -179,7 +179,7 @@ def test_drafter_equals_a_scan_of_all_texts(seed: int) -> None:
 
 
 def test_static_trees_rank_by_chance() -> None:
-    speculator = NgramSpeculator(history_size=100, min_chance=0.05)
+    speculator = NgramSpeculator(history_size=100, min_token_prob=0.05)
     speculator.learn([[1, 7, 5], [1, 7, 6], [1, 8, 9]])
 
     def found(paths: list[tuple[int, ...]]) -> list[Guess]:
@@ -397,9 +397,9 @@ def filled() -> NgramSpeculator:
 def test_saved_and_loaded(tmp_path: Path) -> None:
     speculator, file = filled(), tmp_path / "new" / "memory.safetensors"
     speculator.save(file, tokenizer())
-    again = NgramSpeculator.load(file, tokenizer(), min_chance=0.3)
+    again = NgramSpeculator.load(file, tokenizer(), min_token_prob=0.3)
     assert again.history is not None and speculator.history is not None
-    assert (again.history.tokens(), again.history.size, again.min_chance) == (speculator.history.tokens(), 40, 0.3)
+    assert (again.history.tokens(), again.history.size, again.min_token_prob) == (speculator.history.tokens(), 40, 0.3)
     assert paths_of(start([[1]], again).propose(news([[12]]), 2), 0) == [(13,)]
     smaller = NgramSpeculator.load(file, tokenizer(), history_size=10).history
     assert smaller is not None and smaller.tokens() == [*range(21, 30), BREAK]
@@ -494,12 +494,8 @@ def test_bad_values_are_refused() -> None:
     for history_size in (0, -5, 2.5, True, "all"):
         with pytest.raises(ValueError, match="history_size must be a whole number"):
             NgramSpeculator(history_size=history_size)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="remember is now called history_size"):
-        NgramSpeculator(**{"remember": 100})  # a keyword that scripts may still pass
-    with pytest.raises(TypeError, match="no argument 'size'"):
-        NgramSpeculator(size=100)
     for chance in (0, -0.1, 1.5):
-        with pytest.raises(ValueError, match="min_chance"):
-            NgramSpeculator(history_size=9, min_chance=chance)
+        with pytest.raises(ValueError, match="min_token_prob"):
+            NgramSpeculator(history_size=9, min_token_prob=chance)
     with pytest.raises(ValueError, match="no history to save"):
         NgramSpeculator().save("nowhere", tokenizer())

@@ -96,20 +96,6 @@ def test_a_file_without_a_history_is_refused(
     assert f"--speculator {speculator} uses none: {cure}" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("old", "said"),
-    [
-        (["--speculator", "memory"], "'memory': memory is now called history: write 'history'"),
-        (["--speculator", "memory+DRAFT"], "memory is now called history: write 'history+DRAFT'"),
-        (["--speculator", "history", "--memory-file", "FILE"], "--memory-file: it is now called --history-file"),
-    ],
-)
-def test_old_names_are_refused_with_the_new_ones(old: list[str], said: str, capsys: Any) -> None:
-    with pytest.raises(SystemExit):
-        main(["generate", TARGET, "--prompt", PROMPT, *old])
-    assert said in capsys.readouterr().err
-
-
 def test_a_memory_of_another_tokenizer_is_refused_and_stays(tmp_path: Path, capsys: Any) -> None:
     file, other = tmp_path / "memory.safetensors", AutoTokenizer.from_pretrained(TARGET)
     other.add_tokens(["<another>"])

@@ -315,7 +315,7 @@ def test_sampled_text_has_the_targets_distribution(case: str, monkeypatch: pytes
         return whole
 
     monkeypatch.setattr(f"hf_spec.drafts.ngram.hybrid.{joined.__name__}", watched)
-    memory = NgramSpeculator(history_size=2_000, min_chance=0.1)
+    memory = NgramSpeculator(history_size=2_000, min_token_prob=0.1)
     speculator = HybridSpeculator(VanillaSpeculator(guesser()), memory, draft_tokens=1 if case == "chain" else None)
     assert deviation(sample(speculator, HYBRID[case]), distribution()) < TOO_FAR
     assert (True, True) in seen, "no step had both"

@@ -157,15 +157,6 @@ def test_numbers_that_are_none_or_out_of_range_are_refused(name: str, values: tu
             DraftTrainingArguments(output_dir="unused", **{name: value})  # type: ignore[arg-type]
 
 
-def test_the_old_name_of_a_normalizer_is_read_from_recipes_and_checkpoints(tmp_path: Path) -> None:
-    args = arguments(tmp_path, normalizer="guess")
-    assert args.normalizer == "draft_token"
-    vars(args)["normalizer"] = "guess"  # as in a training_args.bin of an earlier version
-    assert pickle.loads(pickle.dumps(args)).normalizer == "draft_token"
-    with pytest.raises(ValueError, match="choose one of"):
-        arguments(tmp_path, normalizer="guesses")
-
-
 @pytest.mark.parametrize("objective", ["nan kl", "inf kl", "-1 kl", "0 kl", "0.1 ce + -0.9 tv", "kl + nan ce"])
 def test_weights_of_an_objective_are_numbers_above_0(objective: str) -> None:
     with pytest.raises(ValueError, match="set a number above 0"):

@@ -91,11 +91,6 @@ class EarlyExitSpeculator(Speculator):
         return lambda length: shapes * length
 
     @property
-    def supports_early_stop(self) -> bool:
-        """Return False: which device the target is on is not known before a call."""
-        return False
-
-    @property
     def source(self) -> DraftSource:
         """Return that a model drafts: the target."""
         return DraftSource.MODEL

@@ -156,7 +156,7 @@ class HybridDrafter(Drafter):
     def __init__(self, speculator: HybridSpeculator, request: DraftContext) -> None:
         self._rows = speculator.history.texts(request).rows()
         self._draft, self._draft_depth = speculator.start_draft(request), speculator.draft_depth
-        self._min_chance, self._policy = speculator.history.min_chance, request.policy
+        self._min_token_prob, self._policy = speculator.history.min_token_prob, request.policy
         self._calibration = request.policy.acceptance.calibration[DraftSource.NGRAM]
         self._begun = False  # the draft has drafted
         self._is_chain = request.config.tree is None
@@ -173,7 +173,8 @@ class HybridDrafter(Drafter):
         self._last = []
         nodes = None if self._is_chain else limit
         found = [
-            texts.continuations(number, limit, self._width, nodes, self._min_chance) for texts, number in self._rows
+            texts.continuations(number, limit, self._width, nodes, self._min_token_prob)
+            for texts, number in self._rows
         ]
         if self._is_chain:
             return self._chains(accepted, limit, found)

@@ -59,7 +59,7 @@ class NgramSpeculator(Speculator):
             indexed once, here.
         history_size: tokens that the history holds, about 100 bytes each; ``None`` for no history. ``max_ngram`` and
             ``match`` are for lookups without one.
-        min_chance: with a history, drop draft tokens that are less probable than this. The probability of a draft
+        min_token_prob: with a history, drop draft tokens that are less probable than this. The probability of a draft
             token includes that of all before it. It is estimated from how often the token followed, and after how long
             a match.
 
@@ -75,13 +75,8 @@ class NgramSpeculator(Speculator):
         corpus: Iterable[Sequence[int]] = (),
         *,
         history_size: int | None = None,
-        min_chance: float = 0.1,
-        **unknown: Any,
+        min_token_prob: float = 0.1,
     ) -> None:
-        if "remember" in unknown:
-            raise TypeError("NgramSpeculator: remember is now called history_size.")
-        if unknown:
-            raise TypeError(f"NgramSpeculator has no argument {sorted(unknown)[0]!r}.")
         if not 1 <= min_ngram <= max_ngram:
             raise ValueError(f"need 1 <= min_ngram <= max_ngram, got min_ngram={min_ngram} and max_ngram={max_ngram}")
         if match not in get_args(Match):
@@ -90,10 +85,10 @@ class NgramSpeculator(Speculator):
             raise ValueError(
                 f"history_size must be a whole number of tokens, at least 1, or None, got {history_size!r}"
             )
-        if not 0 < min_chance <= 1:
-            raise ValueError(f"min_chance must be above 0 and at most 1, got {min_chance!r}")
+        if not 0 < min_token_prob <= 1:
+            raise ValueError(f"min_token_prob must be above 0 and at most 1, got {min_token_prob!r}")
         self.sizes = range(max_ngram, min_ngram - 1, -1)
-        self.match, self.min_chance = match, min_chance
+        self.match, self.min_token_prob = match, min_token_prob
         self.history = None if history_size is None else SuffixIndex(history_size)
         self.corpus = TextIndex(self.sizes)
         sequences = [_token_ids(sequence) for sequence in corpus]
@@ -117,7 +112,14 @@ class NgramSpeculator(Speculator):
     def profile_key(self) -> tuple[Hashable, ...]:
         """Tell n-grams with a history, with a corpus and of other match lengths apart."""
         has_corpus = self._lasting is not None or bool(self.corpus.tokens)
-        return (*super().profile_key, self.history is not None, has_corpus, self.sizes, self.match, self.min_chance)
+        return (
+            *super().profile_key,
+            self.history is not None,
+            has_corpus,
+            self.sizes,
+            self.match,
+            self.min_token_prob,
+        )
 
     def check(self, target: PreTrainedModel, config: SpeculationConfig | None = None) -> None:
         """Raise a ValueError for a sampled tree, which cannot be looked up, or a corpus of unknown tokens."""
@@ -325,7 +327,7 @@ class SuffixDrafter(Drafter):
     def __init__(self, speculator: NgramSpeculator, request: DraftContext) -> None:
         self._rows = speculator.texts(request).rows()
         self._shape = _Shape(request.config)
-        self._min_chance, self._policy = speculator.min_chance, request.policy
+        self._min_token_prob, self._policy = speculator.min_token_prob, request.policy
         self._calibration = request.policy.acceptance.calibration[DraftSource.NGRAM]
         self._last: list[Continuations] = [{} for _ in self._rows]  # chains, by row
 
@@ -336,7 +338,7 @@ class SuffixDrafter(Drafter):
             texts.extend(number, tokens)
         depth = shape.depth(limit)
         found = [
-            texts.continuations(number, depth, shape.width, shape.most_nodes, self._min_chance)
+            texts.continuations(number, depth, shape.width, shape.most_nodes, self._min_token_prob)
             for texts, number in self._rows
         ]
         if shape.is_chain:

@@ -47,11 +47,11 @@ class Texts:
             text.append(token)
 
     def continuations(
-        self, number: int, depth: int, width: int, nodes: int | None, min_chance: float
+        self, number: int, depth: int, width: int, nodes: int | None, min_token_prob: float
     ) -> Continuations:
         """Return what may follow a text, and the probability of each: see ``best_continuations``."""
         text = self.texts[number]
-        return best_continuations(text, self._find(text, depth), depth, width, nodes, min_chance)
+        return best_continuations(text, self._find(text, depth), depth, width, nodes, min_token_prob)
 
     def _find(self, text: list[int], depth: int) -> list[Place]:
         """List the places that agree with the end of ``text`` in most tokens, as far as their number is bounded."""
@@ -91,14 +91,14 @@ def truncated(continuations: Continuations, depth: int) -> Continuations:
 
 
 def best_continuations(
-    text: list[int], places: Sequence[Place], depth: int, width: int, nodes: int | None, min_chance: float
+    text: list[int], places: Sequence[Place], depth: int, width: int, nodes: int | None, min_token_prob: float
 ) -> Continuations:
     """Return the likeliest continuations of ``text`` as a tree, the best first, every one after its beginnings.
 
     A place that agrees over m tokens has m votes for the token after it, and one more for each that it was right
     about. A token's share of all votes, DOUBT_VOTES more included, is its probability after the one before. Along a
-    path they are multiplied. What is less likely than ``min_chance`` is left out, and all that is more than ``depth``
-    tokens long, that is not among the best ``width`` of its siblings, or among the best ``nodes`` of all.
+    path they are multiplied. What is less likely than ``min_token_prob`` is left out, and all that is more than
+    ``depth`` tokens long, that is not among the best ``width`` of its siblings, or among the best ``nodes`` of all.
     """
     tie = itertools.count()
     waiting: list[tuple[float, int, Path, Sequence[Place]]] = [(-1.0, next(tie), (), places)]
@@ -116,7 +116,7 @@ def best_continuations(
         total = DOUBT_VOTES + sum(votes_of.values())
         next_tokens = sorted((token for token in votes_of if token != BREAK), key=votes_of.__getitem__, reverse=True)
         for token in next_tokens[:width]:  # of equally many votes, the one of the latest place
-            if (likely := -probability * votes_of[token] / total) >= min_chance:
+            if (likely := -probability * votes_of[token] / total) >= min_token_prob:
                 heapq.heappush(waiting, (-likely, next(tie), (*path, token), voters[token]))
     del found[()]
     return found

@@ -100,11 +100,6 @@ class TranslatedSpeculator(Speculator):
         """Name the tokenizers."""
         return (*super().profile_key, id(self.own), id(self.targets))
 
-    @property
-    def supports_early_stop(self) -> bool:
-        """Return False: drafting by text does not ask."""
-        return False
-
     def drafter(self, request: DraftContext) -> Drafter:
         """Read the prompt with the draft."""
         if request.compiler is not None:
