@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import Any
 
 FILE = "modeling_hf_spec.py"
@@ -33,6 +35,20 @@ def auto_map(kind: type[Any]) -> dict[str, str]:
     """Return the ``auto_map`` of a config whose folder holds the code of ``kind``, a class of drafts."""
     stem = FILE.removesuffix(".py")
     return {"AutoConfig": f"{stem}.{kind.config_class.__name__}", "AutoModel": f"{stem}.{kind.__name__}"}
+
+
+def remove_code(folder: str | os.PathLike[str]) -> None:
+    """Remove the files of ``code_files`` from ``folder``, in which a draft was saved with its code before."""
+    code, custom = Path(folder, FILE), Path(folder, "custom_generate")
+    if not code.exists():
+        return
+    code.unlink()
+    generate = custom / "generate.py"
+    if generate.exists() and FILE in generate.read_text(encoding="utf-8"):
+        generate.unlink()
+        (custom / "requirements.txt").unlink(missing_ok=True)
+        if not any(custom.iterdir()):
+            custom.rmdir()
 
 
 def code_files(kind: type[Any]) -> dict[str, str]:

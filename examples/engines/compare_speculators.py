@@ -79,7 +79,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "DFlash, own embeddings and head": ("dflash", {**BLOCK, "shared_with_target": []}),
     "DFlash, sliding layers without a window": (
         "dflash",
-        {**BLOCK, "layers": SLIDES | {"sliding_window": None}, "sliding_window_non_causal": False},
+        {**BLOCK, "layers": SLIDES | {"sliding_window": None}, "sliding_window_per_slot": True},
     ),
     "JetSpec": ("dflash", {**BLOCK, "block_causal": True}),
     "JetSpec, windows only": (

@@ -137,6 +137,8 @@ def decode_with(
     if model.config.is_encoder_decoder:  # whose encoder runs before the loop can refuse a draft
         with refusing():
             speculator.check(model, speculator.settings(decoding.config))
+            if kwargs.get("inputs_embeds") is not None:
+                refuse_source(speculator, model, Source(kwargs["inputs_embeds"], kwargs))
     return plain(model, **_with_stop_strings(model, kwargs, tokenizer) | {"custom_generate": decoding})
 
 

@@ -62,7 +62,8 @@ class BlockSpeculatorConfig(FeatureSpeculatorConfig):
         sample_from_anchor: every slot predicts the token after its own, ``block_size`` in all. ``False``: slots
             predict their own token, and the root's slot none.
         sliding_window_non_causal: in sliding layers, slots of a block see each other as in full ones, and not only
-            earlier slots. Without a ``sliding_window``, sliding layers see all of the context.
+            earlier slots. Without a ``sliding_window``, sliding layers see all of the context. Then this field must
+            be ``True``, or ``sliding_window_per_slot``.
         sliding_window_per_slot: a window ends at the slot that attends. ``False``: all slots of a block see the
             ``sliding_window`` positions before the root, as the speculators library trains. Only hf_spec knows this
             flag.
@@ -168,10 +169,23 @@ class BlockSpeculatorConfig(FeatureSpeculatorConfig):
             check_positive(name, getattr(self, name))
 
     def _check_window(self, kinds: list[str]) -> None:
-        """Allow sliding layers without a window: they are causal within the block, and see all of the context."""
+        """Allow sliding layers without a window, which see all of the context, if it is clear how the block is seen.
+
+        z-lab's files, which have ``sliding_window_per_slot`` here, mean that slots see earlier ones only.
+        """
         window = getattr(self.layers, "sliding_window", None)
-        if "sliding_attention" in kinds and window is not None and not (is_int(window) and window >= 1):
+        if "sliding_attention" not in kinds:
+            return
+        if window is not None and not (is_int(window) and window >= 1):
             raise ValueError(f"transformer_layer_config.sliding_window is {window!r}; set at least 1, or None")
+        says_how = self.block_causal or self.sliding_window_non_causal or self.sliding_window_per_slot
+        if window is None and not says_how:
+            raise ValueError(
+                "transformer_layer_config.sliding_window is not set, but a layer is sliding_attention. speculators "
+                "lets slots of such layers see the whole block, vLLM earlier slots only. Set it. If there is none, "
+                "set sliding_window_non_causal to true for a draft that speculators trained, and "
+                "sliding_window_per_slot to true for one whose slots see earlier ones only"
+            )
 
 
 class BlockDraftModel(DraftModel):

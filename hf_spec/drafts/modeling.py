@@ -19,7 +19,7 @@ from transformers import Cache, PreTrainedConfig, PreTrainedModel
 from transformers import initialization as init
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
-from ..bundle import auto_map, code_files
+from ..bundle import auto_map, code_files, remove_code
 from ..configuration import GEMMA, SpeculatorConfig
 from ..policy.cost import ModelShape, shape_of
 from ..scoring.masks import full_masks, why_no_masks
@@ -105,10 +105,14 @@ class DraftModel(PreTrainedModel, Speculator):
 
     def _add_ends(self, layers: Any, draft_vocab_size: int) -> None:
         """Add what is before and after the decoder layers: embeddings, head, rotary embedding."""
+        self._add_own_ends(layers, draft_vocab_size)
+        self.rotary_emb = classes_of(layers.model_type).rotary(layers)
+
+    def _add_own_ends(self, layers: Any, draft_vocab_size: int) -> None:
+        """Add the embeddings and the head, unless they are the target's."""
         shared, size = self.config.shared_with_target or (), layers.hidden_size
         self.embed_tokens = None if "embed_tokens" in shared else nn.Embedding(layers.vocab_size, size)
         self.lm_head = None if "lm_head" in shared else nn.Linear(size, draft_vocab_size, bias=False)
-        self.rotary_emb = classes_of(layers.model_type).rotary(layers)
 
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)  # type: ignore[no-untyped-call]
@@ -374,18 +378,22 @@ class DraftModel(PreTrainedModel, Speculator):
         """Save like any model of transformers.
 
         With ``with_code=True`` the folder holds the code, too. Where hf_spec is not installed, ``AutoModel`` reads the
-        draft with ``trust_remote_code=True``, and the folder's ``custom_generate/`` decodes with it.
+        draft with ``trust_remote_code=True``, and the folder's ``custom_generate/`` decodes with it. Without it, such
+        files of an earlier call are removed.
 
         Errors: those of transformers; a ValueError if the draft's code cannot be brought along.
         """
         with_code = kwargs.pop("with_code", False) or self._with_code or self.config.code is not None
+        is_main = kwargs.get("is_main_process", not args or args[0])
         if not with_code:
             super().save_pretrained(save_directory, *args, **kwargs)
+            if is_main:
+                remove_code(save_directory)
             return
         if kwargs.get("push_to_hub"):
             raise ValueError("with_code: save_pretrained does not upload the code; use push_to_hub(with_code=True)")
         files = code_files(type(self))
-        if kwargs.get("is_main_process", not args or args[0]):
+        if is_main:
             write_files(files, save_directory)
         with self._naming_its_code():  # the config comes last, so that it never names code that is not there
             super().save_pretrained(save_directory, *args, **kwargs)

@@ -274,10 +274,28 @@ def test_a_new_draft_stands_between_the_targets_own_ends() -> None:
 
 def test_sliding_layers_without_a_window_are_causal_in_the_block() -> None:
     layers = {"layer_types": ["sliding_attention"], "num_hidden_layers": 1, "sliding_window": None}
-    draft = DFlashDraftModel(config_for(layers=layers, block_size=3)).eval()
+    draft = DFlashDraftModel(config_for(layers=layers, block_size=3, sliding_window_per_slot=True)).eval()
     draft.bind(tiny_target())
     seen = draft.seen(torch.tensor([4]), 3, torch.arange(7), "sliding_attention")[0]
     assert seen.long().tolist() == [[1, 1, 1, 1, 1, 0, 0], [1, 1, 1, 1, 1, 1, 0], [1, 1, 1, 1, 1, 1, 1]]
+
+
+def test_a_speculators_file_without_its_window_is_refused_where_engines_differ(tmp_path: Path) -> None:
+    """speculators lets slots of such layers see the whole block, vLLM earlier slots only."""
+    layers = {"layer_types": ["sliding_attention"], "num_hidden_layers": 1, "sliding_window": None}
+    draft = DFlashDraftModel(config_for(layers=layers, sliding_window_non_causal=True))
+    draft.save_pretrained(tmp_path)
+    assert AutoDraftModel.from_pretrained(tmp_path).config.sliding_window_non_causal
+    file = tmp_path / "config.json"
+    config = json.loads(file.read_text(encoding="utf-8"))
+    for said in ({"sliding_window_non_causal": False}, {}):
+        unsaid = {name: value for name, value in config.items() if name != "sliding_window_non_causal"}
+        file.write_text(json.dumps(unsaid | said), encoding="utf-8")
+        with pytest.raises(ValueError, match=r"sliding_window is not set, .* set sliding_window_non_causal to true"):
+            AutoDraftModel.from_pretrained(tmp_path)
+    windowed = config["transformer_layer_config"] | {"sliding_window": 4, "use_sliding_window": True}
+    file.write_text(json.dumps(unsaid | {"transformer_layer_config": windowed}), encoding="utf-8")
+    assert AutoDraftModel.from_pretrained(tmp_path).config.layers.sliding_window == 4
 
 
 def test_auto_config_knows_the_kinds(tmp_path: Path) -> None:

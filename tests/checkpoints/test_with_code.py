@@ -176,6 +176,26 @@ def test_code_is_off_by_default_and_changes_nothing_where_hf_spec_is(target: Any
     assert not [*tmp_path.rglob("*.partial")]
 
 
+@pytest.mark.parametrize("own", [True, False])
+def test_code_of_an_earlier_call_is_removed(own: bool, tmp_path: Path) -> None:
+    """Files of the user stay, even where they have the name of one of ours."""
+    draft = AutoModel.from_pretrained(demo.path("draft-medusa"))
+    draft.save_pretrained(tmp_path, with_code=True)
+    if own:
+        (tmp_path / "custom_generate/generate.py").write_text("def generate(model): ...")
+        (tmp_path / "modeling_own.py").write_text("")
+    again = AutoModel.from_pretrained(tmp_path)
+    again.save_pretrained(tmp_path, is_main_process=False)
+    assert (tmp_path / FILE).exists()
+    again.save_pretrained(tmp_path)
+    found = {str(file.relative_to(tmp_path)) for file in tmp_path.rglob("*.py")}
+    assert found == ({"modeling_own.py", "custom_generate/generate.py"} if own else set())
+    assert (tmp_path / "custom_generate").exists() == own
+    assert "auto_map" not in json.loads((tmp_path / "config.json").read_text())
+    again.save_pretrained(tmp_path, with_code=True)
+    assert type(AutoModel.from_pretrained(tmp_path)) is type(draft) and (tmp_path / FILE).exists()
+
+
 def test_what_cannot_be_brought_along_is_refused_before_anything_is_written(target: Any, tmp_path: Path) -> None:
     draft = AutoModel.from_pretrained(demo.path("draft-eagle3"))
     kind = type("OwnDraftModel", (type(draft),), {"__module__": "elsewhere"})

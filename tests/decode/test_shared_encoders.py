@@ -36,7 +36,7 @@ def other_decoder(model: PreTrainedModel, noise: float = 0.05) -> PreTrainedMode
 
 @functools.cache
 def pair(name: str) -> PreTrainedModel:
-    return other_decoder(target(name))
+    return other_decoder(target(name), 0.3 if name == "t5" else 0.05)
 
 
 @functools.cache

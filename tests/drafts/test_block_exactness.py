@@ -77,7 +77,7 @@ def teacher_forced(draft: Any, text: Tensor, place: int, features: Tensor, mask:
     return torch.stack(logits, dim=1)
 
 
-def fitted(draft: Any, model: PreTrainedModel, text: Tensor, mask: Tensor, steps: int = 60) -> Any:
+def fitted(draft: Any, model: PreTrainedModel, text: Tensor, mask: Tensor, steps: int = 30) -> Any:
     """Teach ``draft`` by heart some of the ``text`` of ``model``, (batch, length): it will be right now and then."""
     draft.bind(model)
     with torch.no_grad():
@@ -132,7 +132,8 @@ def check_text(name: str, turn: int | None = None) -> None:
 @pytest.mark.parametrize("sees_ahead", [False, True])
 def test_sliding_layers_without_a_window_read_padded_prompts(sees_ahead: bool) -> None:
     """As of z-lab's files, which name layers sliding and set no window that is used."""
-    model, flags = build("llama"), FLAGS | {"sliding_window_non_causal": sees_ahead}
+    model = build("llama")
+    flags = FLAGS | {"sliding_window_non_causal": sees_ahead, "sliding_window_per_slot": not sees_ahead}
     layers = LAYERS | WINDOW | {"use_sliding_window": False}
     draft = DFlashDraftModel(DFlashSpeculatorConfig.for_target(model.config, layers, block_size=5, **flags)).eval()
     assert draft.layer_config.sliding_window is None

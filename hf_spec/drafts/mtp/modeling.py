@@ -34,9 +34,7 @@ class MTPDraftModel(DraftModel):
         self.post_init()
 
     def _add_ends(self, layers: Any, draft_vocab_size: int) -> None:
-        shared, size = self.config.shared_with_target or (), layers.hidden_size
-        self.embed_tokens = None if "embed_tokens" in shared else nn.Embedding(layers.vocab_size, size)
-        self.lm_head = None if "lm_head" in shared else nn.Linear(size, draft_vocab_size, bias=False)
+        self._add_own_ends(layers, draft_vocab_size)
         with torch.device("meta"):
             model = AutoModel.from_config(copy.deepcopy(layers), attn_implementation="eager")
         rope = getattr(layers, "rope_parameters", None) or {}
@@ -46,7 +44,7 @@ class MTPDraftModel(DraftModel):
                 f"a layer of {layers.model_type} cannot stand by itself: it takes RMS norms and one rotary embedding "
                 "for all layers. Use llama or qwen3 layers; the target may be any architecture"
             )
-        norm, eps = type(model.norm), layers.rms_norm_eps
+        norm, eps, size = type(model.norm), layers.rms_norm_eps, layers.hidden_size
         self.rotary_emb = type(model.rotary_emb)(layers)
         layer = type(model.layers[0])(layers, 0)
         layer.input_proj = nn.Linear(2 * size, size, bias=False)
