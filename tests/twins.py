@@ -75,7 +75,7 @@ def _draft(name: str) -> PreTrainedModel:
     return noisy(target(name))
 
 
-def fitted(draft: Any, model: PreTrainedModel, text: Tensor, mask: Tensor, steps: int = 40) -> Any:
+def fitted(draft: Any, model: PreTrainedModel, text: Tensor, mask: Tensor, steps: int = 24) -> Any:
     """Teach ``draft`` by heart what ``model`` wrote, at its first step: it will be right now and then.
 
     ``text`` and ``mask`` are (batch, length), left-padded; the draft reads what it will read while guessing.

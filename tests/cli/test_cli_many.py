@@ -131,7 +131,7 @@ def test_a_run_that_stopped_goes_on(
 
 def test_a_killed_process_loses_nothing(model: str, prompts: Path, tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl"
-    more = ("--max-new-tokens", "80", "--batch-size", "1")
+    more = ("--max-new-tokens", "40", "--batch-size", "1")
     running = start(tmp_path, COMMAND, *command(model, prompts, out, *more))
     while running.is_alive() and not (out.exists() and b"\n" in out.read_bytes()):
         time.sleep(0.01)

@@ -16,7 +16,7 @@ from twins import noisy
 
 from hf_spec import AcceptedTokens, DraftContext, Drafter, Proposal, SpeculationConfig, Speculator, VanillaSpeculator
 
-NEW = 24
+NEW = 14
 TREE = [(0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0)]
 
 

@@ -21,7 +21,7 @@ from hf_spec.training import new_draft
 
 STORIES = (Path(__file__).parents[1] / "fixtures" / "stories_excerpt.txt").read_text(encoding="utf-8").split("\n\n")
 PROMPTS = [Prompt((story[:80],), chat=False) for story in STORIES if len(story) > 80]
-NEW = 40
+NEW = 24
 TOKENIZER = AutoTokenizer.from_pretrained(demo.path())
 NO_TEMPLATE = copy.deepcopy(TOKENIZER)  # raw prompts are not answered again as messages
 NO_TEMPLATE.chat_template = None
@@ -38,9 +38,13 @@ def load(name: str) -> Any:
 
 
 def examine(
-    target: PreTrainedModel, draft: Any, prompts: list[Prompt] = PROMPTS[:4], tokenizer: Any = NO_TEMPLATE
+    target: PreTrainedModel,
+    draft: Any,
+    prompts: list[Prompt] = PROMPTS[:4],
+    tokenizer: Any = NO_TEMPLATE,
+    new: int = NEW,
 ) -> Diagnosis:
-    return diagnose(target, draft, tokenizer, prompts, NEW)
+    return diagnose(target, draft, tokenizer, prompts, new)
 
 
 def rebuilt(draft: Any, change: Callable[[Any], None]) -> Any:
@@ -83,7 +87,8 @@ def test_what_is_set_wrongly_is_named_with_its_cure(
     target: PreTrainedModel, cause: str, kind: str, change: Callable[[Any], None], cure: str
 ) -> None:
     small = cause in ("layer ids", "rope")  # seldom turns a guess: takes more text to be seen
-    found = examine(target, rebuilt(load(kind), change), PROMPTS[:12] if small else PROMPTS[:4])
+    asked: dict[str, Any] = {"prompts": PROMPTS[:12], "new": 40} if small else {}
+    found = examine(target, rebuilt(load(kind), change), **asked)
     assert found.findings[0].cause == cause and cure in found.findings[0].cure, str(found)
 
 

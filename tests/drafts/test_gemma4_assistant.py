@@ -152,7 +152,7 @@ def assistant_for(target: Any, seed: int = 0, **changes: Any) -> Any:
     return made.eval()
 
 
-def fitted(target: Any, texts: Tensor, mask: Tensor, steps: int = 60) -> Any:
+def fitted(target: Any, texts: Tensor, mask: Tensor, steps: int = 30) -> Any:
     """Teach an assistant by heart some of ``texts`` (batch, length): it will be right now and then."""
     assistant = assistant_for(target)
     rows = [row[seen > 0] for row, seen in zip(texts, mask, strict=True)]

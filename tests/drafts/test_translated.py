@@ -254,14 +254,14 @@ def test_a_text_may_end_within_a_character_and_special_tokens_are_translated() -
 def generate(count: int, **options: Any) -> Any:
     model, words = target()
     inputs = words(PROMPTS[:count], return_tensors="pt", padding=True, return_token_type_ids=False)
-    return model.generate(**inputs, **{"max_new_tokens": 40, "do_sample": False} | options)
+    return model.generate(**inputs, **{"max_new_tokens": 24, "do_sample": False} | options)
 
 
 @pytest.mark.parametrize("way", [TOKENS, TEXT, None], indirect=True)
 @pytest.mark.parametrize("count", [1, 3])
 def test_greedy_text_is_that_of_plain_generate(way: str | None, count: int) -> None:
     plain = generate(count)
-    ends = {"eos_token_id": [int(plain[0, -25]), int(plain[-1, -9])], "pad_token_id": 0}
+    ends = {"eos_token_id": [int(plain[0, -15]), int(plain[-1, -7])], "pad_token_id": 0}
     for options in ({}, ends, {"repetition_penalty": 1.3}):
         out = generate(
             count, speculator=translated(), speculation_config=CHAIN, return_dict_in_generate=True, **options

@@ -277,14 +277,14 @@ def test_what_a_text_shows_is_what_generation_measures(make: Any, tmp_path: Path
     target = sharp_target()
     draft = make(target) if make in (mtp, vanilla) else make(target, 60)
     prompts = torch.randint(0, 96, (2, 4), generator=torch.Generator().manual_seed(7))
-    written = target.generate(prompts, max_new_tokens=20, do_sample=False)  # (2, 24)
-    rows = [{"input_ids": row, "loss_mask": [0] * 4 + [1] * 20} for row in written.tolist()]
+    written = target.generate(prompts, max_new_tokens=12, do_sample=False)  # (2, 16)
+    rows = [{"input_ids": row, "loss_mask": [0] * 4 + [1] * 12} for row in written.tolist()]
     args = arguments(tmp_path, max_steps=3 if make is mtp else 12, learning_rate=3e-3)
     trainer = DraftTrainer(draft, target, args, train_dataset=rows, eval_dataset=rows, eval_prompts=[])
     trainer.train()
     shown = trainer.evaluate()
     accepted = {step: [0, 0] for step in range(1, STEPS + 1)}  # guesses right and made, by depth
-    for length in range(4, 23):
+    for length in range(4, 15):
         out = target.generate(
             written[:, :length],
             speculator=draft,
@@ -296,7 +296,7 @@ def test_what_a_text_shows_is_what_generation_measures(make: Any, tmp_path: Path
         for row in out.speculation.per_row:
             run = next((i for i, guessed in enumerate(row.drafted[1:]) if not guessed), STEPS)
             for step in range(1, STEPS + 1):
-                if length + step < 24:  # the text shows the token that is guessed
+                if length + step < 16:  # the text shows the token that is guessed
                     accepted[step][0] += run >= step
                     accepted[step][1] += 1
     for step, (right, made) in accepted.items():
