@@ -10,7 +10,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from hf_spec.metrics import SpeculationStats
+from hf_spec.metrics import Counts, SpeculationStats
 
 
 def example() -> SpeculationStats:
@@ -206,3 +206,12 @@ def test_html_needs_no_font_of_equal_widths() -> None:
     ]
     assert "  " not in page
     assert "<pre" not in page
+
+
+def test_a_step_is_counted_as_counts_of_one_step_are_added() -> None:
+    one_by_one, added = Counts(), Counts()
+    for proposed, accepted, depth in ((0, 0, 0), (3, 1, 3), (9, 2, 2), (1, 0, 1), (5, 5, 5)):
+        one_by_one.add_step(proposed, accepted, accepted + 1, depth)
+        accepted_at = [1] * accepted + [0] * (depth - accepted)
+        added.add(Counts(1, proposed, accepted, accepted + 1, [1] * depth, accepted_at))
+    assert one_by_one == added and one_by_one.accepted_at == [3, 2, 1, 1, 1]

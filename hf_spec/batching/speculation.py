@@ -213,9 +213,8 @@ class Speculation:
                 continue
             proposed, depth = one.proposal.size, one.proposal.depth
             row.stats.step([0], [proposed], [new.accepted], [len(new.tokens)], [depth], [new.tokens])
-            accepted_at = [1] * new.accepted + [0] * (depth - new.accepted)
-            self.counts.add(Counts(1, proposed, new.accepted, len(new.tokens), [1] * depth, accepted_at))
-            counted.append((one.proposal.depth, new.accepted))
+            self.counts.add_step(proposed, new.accepted, len(new.tokens), depth)
+            counted.append((depth, new.accepted))
         is_timed = no_prompts and len(counted) == len(scored)
         self._observe(is_timed, [depth for depth, _ in counted], [accepted for _, accepted in counted])
 
