@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from architectures import build, prompts
-from pairs import pairwise
+from pairs import each_value, usual
 from peft import LoraConfig, get_peft_model
 from test_invariance import DTYPES, OPTIONS, alone_differs, compare, row_of, same_bits, target
 from test_invariance import short_blocks as short_blocks
@@ -163,7 +163,7 @@ OWN = ["bloom", "mpt", "falcon", "falcon:new", "lfm2"]
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype", "shape", "batch"), pairwise(OWN, DTYPES, ["chain", "ngram"], ["one", "three"])
+    ("name", "dtype", "shape", "batch"), each_value(OWN, DTYPES, ["chain", "ngram"], ["one", "three"])
 )
 def test_attention_of_its_own_has_the_bits_of_plain_alone(
     name: str, dtype: torch.dtype, shape: str, batch: str
@@ -174,14 +174,14 @@ def test_attention_of_its_own_has_the_bits_of_plain_alone(
     assert not any("forward" in vars(module) for module in model.modules())
 
 
-@pytest.mark.parametrize("name", ["falcon", "lfm2"])
+@pytest.mark.parametrize("name", usual(["falcon", "lfm2"], ["lfm2"]))
 def test_trees_of_such_models_have_them_too(name: str) -> None:
     model = target(name)
     with hf_spec.invariant(model):
         compare(model, "tree", "three")
 
 
-@pytest.mark.parametrize("name", OWN)
+@pytest.mark.parametrize("name", usual(OWN, ["bloom", "mpt", "falcon"]))
 def test_such_attention_is_that_of_transformers(name: str) -> None:
     model, inputs = target(name), prompts(3, (28, 9, 21))
     mask = inputs["attention_mask"].bool()
