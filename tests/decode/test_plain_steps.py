@@ -154,6 +154,7 @@ def test_nothing_of_a_forward_that_failed_is_left_to_the_next(monkeypatch: pytes
         assert runner.slots.cache.rows.appends_at != NOWHERE and masks._plain.get() is not None
         raise KeyboardInterrupt("in a forward")
 
+    target().generate(**prompts(3), speculator="plain", max_new_tokens=2)  # the target is tried out first
     with monkeypatch.context() as patch:
         patch.setattr(ModelRunner, "_forward", fail)
         with pytest.raises(KeyboardInterrupt, match="in a forward"):
