@@ -51,7 +51,7 @@ GPU = """\
 On a GPU, greedy chains of five in bfloat16. The target costs what a model
 of 1 B or 8 B costs, and acceptance is the demo family's.
 A cell is the multiple of plain in the same form (for plain, tokens a second), then seconds of target + draft + rest.
-[All tables](docs/gpu.md) have batches of 32, compiled calls and trees, too."""
+[All that was measured](docs/gpu.md), and the command."""
 
 
 @dataclass(frozen=True)

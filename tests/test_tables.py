@@ -94,6 +94,7 @@ BY_HAND = {
     ("compilation.md", "| | sizes |"): FACTS,
     ("demo-family.md", "| | `target` | `draft-vanilla` |"): FACTS,
     ("demo-family.md", "| | what it is | parameters |"): FACTS,
+    ("exact-to-the-bit.md", "| | outside of the mode | in the mode |"): "by hand, on a GPU that was lent for minutes",
     ("first-draft.md", "| step | seconds | result |"): OLD,
     ("first-draft.md", "| target | draft | tokens | learning rate |"): FACTS,
     ("first-draft.md", "| target | EAGLE-3, 32,000 tokens |"): SUMS,

@@ -85,7 +85,7 @@ def add_no_pack(add: Any) -> None:
 
 def add_invariant(add: Any) -> None:
     """Declare the mode that is exact to the bit; ``pack_models`` begins it."""
-    add("--invariant", action="store_true", help="give each text the same bits whatever is computed with it; on a CPU")
+    add("--invariant", action="store_true", help="give each text the same bits whatever is computed with it")
 
 
 def add_proposal_options(add: Any) -> None:

@@ -119,8 +119,8 @@ def invariant(model: PreTrainedModel) -> Invariance:
     - whether its prompt is read at once or in pieces,
     - with the source of an encoder-decoder model alone or in a padded batch.
 
-    Beams, training and compiled forwards are not covered. Another processor, another number of threads, another
-    version of torch and packed weights may give other bits.
+    The model is on one device, a CPU or an accelerator. Beams, training and compiled forwards are not covered. Another
+    processor, another number of threads, another version of torch and packed weights may give other bits.
 
     The products of the model are tried, and its forwards compared bit by bit, before anything else runs. That takes
     some forwards. A copy of the model, by ``copy.deepcopy``, is outside of the mode.
@@ -219,8 +219,8 @@ def _refuse(model: Any) -> None:
         reason = no_source
     elif isinstance(model, OptimizedModule) or any(one._compiled_call_impl is not None for one in model.modules()):
         reason = "it is compiled; load it anew and leave it eager"
-    elif len(devices) > 1:
-        reason = f"it is on several devices: {', '.join(sorted(devices))}"
+    elif len(devices) > 1 or "meta" in devices:  # offloaded weights are on "meta"
+        reason = f"it is on several devices, or offloaded: {', '.join(sorted(devices))}"
     elif (linear := _quantised_linear(model)) is not None:
         reason = f"{linear} is quantised and multiplies by code of its own, which may look at all rows at once"
     elif model.training:

@@ -360,6 +360,15 @@ def test_models_that_train_or_are_compiled_are_refused() -> None:
         hf_spec.invariant(model)
 
 
+def test_offloaded_models_are_refused() -> None:
+    with pytest.raises(ValueError, match="several devices, or offloaded: meta"):
+        hf_spec.invariant(target(num_hidden_layers=2).to("meta"))
+    model = target(num_hidden_layers=2)
+    model.model.norm.to("meta")
+    with pytest.raises(ValueError, match="offloaded: cpu, meta"):
+        hf_spec.invariant(model)
+
+
 def test_transformers_own_engine_is_refused() -> None:
     model = target(num_hidden_layers=2)
     with hf_spec.invariant(model):

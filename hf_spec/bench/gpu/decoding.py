@@ -78,6 +78,8 @@ class _Decoding:
     def _figures(self, options: dict[str, Any], network: Any, seconds: float, out: Any) -> dict[str, Any]:
         stats = getattr(out, "speculation", None)
         parts = self._parts(options, network, seconds)
+        if stats and "compile_config" in options:  # modules are called for the prompt only
+            parts = dict.fromkeys(parts)
         text = hashlib.sha256(repr(out.sequences.tolist()).encode()).hexdigest()[:16]
         tokens = out.sequences.shape[0] * (out.sequences.shape[1] - self._inputs["input_ids"].shape[1])
         found = {"seconds": seconds, "tokens_per_second": tokens / seconds, "tokens": tokens, **parts}
