@@ -512,7 +512,7 @@ def test_measured_acceptance_does_not_depend_on_the_batch(model: PreTrainedModel
     assert by_batch[0] == by_batch[1] == by_batch[2] and by_batch[0].accepted
 
 
-@pytest.mark.parametrize(("place", "forked"), [("cpu", ([], None)), ("xpu:1", ([torch.device("xpu:1")], "xpu"))])
+@pytest.mark.parametrize(("place", "forked"), [("cpu", ([], "cuda")), ("xpu:1", ([torch.device("xpu:1")], "xpu"))])
 def test_measuring_leaves_the_random_numbers_of_any_device(
     place: str, forked: tuple[Any, Any], model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
