@@ -34,7 +34,7 @@ from hf_spec.scoring.names import CACHE
 from hf_spec.scoring.plain import new_cache
 from hf_spec.scoring.selfcheck import check_target
 
-NEW_TOKENS = 16
+NEW_TOKENS = 24
 # Prompts of 12 and 13 tokens are longer than the windows and chunks of 8; all are left-padded to the longest.
 BATCHES = {1: (13,), 3: (13, 9, 5), 8: (13, 9, 5, 12, 3, 7, 13, 2)}
 CHAIN = SpeculationConfig(num_speculative_tokens=4)

@@ -13,7 +13,8 @@ from architectures import build, prompts
 from test_exactness import noisy_copy
 from torch import Tensor, fx, nn
 from transformers import CompileConfig, PreTrainedModel
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 from twins import SHAPES, target
 
 import hf_spec
@@ -170,11 +171,13 @@ def test_what_is_left_alone(case: str) -> None:
 
 
 def test_uninstall_gives_transformers_its_attention_back() -> None:
-    scored(target("llama"), CHAIN)
-    assert hasattr(ALL_ATTENTION_FUNCTIONS["sdpa"], "_hf_spec_original")
-    original = ALL_ATTENTION_FUNCTIONS["sdpa"]._hf_spec_original
-    hf_spec.uninstall()
+    before = ALL_ATTENTION_FUNCTIONS["sdpa"]  # a copy of hf_spec that other tests loaded may have wrapped it, too
+    AttentionInterface.register("sdpa", sdpa_attention_forward)
     try:
-        assert ALL_ATTENTION_FUNCTIONS["sdpa"] is original
+        scored(target("llama"), CHAIN)
+        assert ALL_ATTENTION_FUNCTIONS["sdpa"]._hf_spec_original is sdpa_attention_forward
+        hf_spec.uninstall()
+        assert ALL_ATTENTION_FUNCTIONS["sdpa"] is sdpa_attention_forward
     finally:
+        AttentionInterface.register("sdpa", before)
         hf_spec.install()
