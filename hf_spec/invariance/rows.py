@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32, 48, 64)  # numbers of rows that are tried, and no others are used
 MORE = (96, 128, 256, 512)  # of an accelerator, which computes so many in the time of a few
-WINDOWS, CANCELLED = 5, 64  # of rows that a trial looks at; outputs that are close to 0 in it
+WINDOWS, CANCELLED = 4, 64  # in how many steps a trial goes over its rows; outputs that are close to 0 in it
 ALIGNMENT = 64  # bytes, as torch allocates: products of one library sum otherwise where an input begins elsewhere
 
 Function = Callable[[Tensor], Tensor]
@@ -53,8 +53,9 @@ def _bits_by_row(function: Function, sample: Tensor, size: int) -> dict[int, Ten
     """Return the results of some rows by number; ``None`` if a row's place among ``size`` changes its bits."""
     found: dict[int, Tensor] = {}
     order, last = list(range(len(sample))), len(sample) - size
-    windows = [order[first : first + size] for first in {last * number // (WINDOWS - 1) for number in range(WINDOWS)}]
-    turned = [rows[len(rows) // number :] + rows[: len(rows) // number] for rows in windows[:2] for number in (2, 3)]
+    firsts = sorted({last * part // WINDOWS for part in range(WINDOWS + 1)})
+    windows = [order[first : first + size] for first in firsts]
+    turned = [rows[by:] + rows[:by] for rows in (windows[0], windows[-1]) for by in (1, size // 2)]
     for rows in windows + turned:
         for row, bits in zip(rows, function(sample[rows]), strict=True):
             if row in found and not torch.equal(found[row], bits):

@@ -70,13 +70,19 @@ def row_of(inputs: dict[str, Tensor], row: int) -> dict[str, Tensor]:
     return {name: values[row : row + 1, real] for name, values in inputs.items()}
 
 
-def same_bits(found: Any, wanted: Any, row: int = 0) -> bool:
-    """Compare a row of ``found`` with the only row of ``wanted``: text, logits, scores, hidden states, and cache."""
+def text_parts(found: Any, wanted: Any, row: int, hidden: str = "hidden_states") -> list[tuple[Tensor, Tensor]]:
+    """Pair a row of ``found`` with the only row of ``wanted``: text, logits, scores, and ``hidden`` states."""
     parts = [(found.sequences[row, -NEW:], wanted.sequences[0, -NEW:])]
     for one, other in ((found.logits, wanted.logits), (found.scores, wanted.scores)):
         parts += [(step[row], own[0]) for step, own in zip(one, other, strict=True)]
-    for step, own_step in zip(found.hidden_states, wanted.hidden_states, strict=True):
+    for step, own_step in zip(getattr(found, hidden), getattr(wanted, hidden), strict=True):
         parts += [(state[row, -own.shape[1] :], own[0]) for state, own in zip(step, own_step, strict=True)]
+    return parts
+
+
+def same_bits(found: Any, wanted: Any, row: int = 0) -> bool:
+    """Compare a row of ``found`` with the only row of ``wanted``: text, logits, scores, hidden states, and cache."""
+    parts = text_parts(found, wanted, row)
     for layer, own_layer in zip(found.cache.layers, wanted.cache.layers, strict=True):
         for name in ("keys", "values") if hasattr(own_layer, "values") else ():
             own_states = getattr(own_layer, name)[0]
@@ -464,8 +470,12 @@ def test_sizes_are_those_that_agree() -> None:
     def in_fours(states: Tensor) -> Tensor:
         return states * (1 if len(states) % 4 == 0 else 2)
 
+    def in_pairs(states: Tensor) -> Tensor:
+        return states * (1 + torch.arange(len(states))[:, None] % 2)
+
     sample = torch.randn(SIZES[-1], 3)
     assert agreeing_sizes(lambda states: states * 2, sample) == SIZES
+    assert agreeing_sizes(in_pairs, sample) == (1,)
     assert agreeing_sizes(one_alone, sample) == SIZES[1:]
     assert agreeing_sizes(by_place, sample) == (1,)
     assert agreeing_sizes(in_fours, sample) == tuple(size for size in SIZES if size % 4 == 0)

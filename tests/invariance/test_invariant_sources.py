@@ -11,7 +11,7 @@ from encoder_decoders import build, generate, sources
 from pairs import pairwise
 from peft import LoraConfig, get_peft_model
 from speech import sound, whisper
-from test_invariance import DTYPES, NEW, OPTIONS, alone_differs
+from test_invariance import DTYPES, OPTIONS, alone_differs, text_parts
 from test_invariance import short_blocks as short_blocks
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -46,11 +46,7 @@ def row_of(given: dict[str, Tensor], row: int) -> dict[str, Tensor]:
 
 def same_bits(found: Any, wanted: Any, row: int = 0) -> bool:
     """Compare a row of ``found`` with the only row of ``wanted``: text, logits, scores, states of both sides."""
-    parts = [(found.sequences[row, -NEW:], wanted.sequences[0, -NEW:])]
-    for one, other in ((found.logits, wanted.logits), (found.scores, wanted.scores)):
-        parts += [(step[row], own[0]) for step, own in zip(one, other, strict=True)]
-    for step, own_step in zip(found.decoder_hidden_states, wanted.decoder_hidden_states, strict=True):
-        parts += [(state[row, -own.shape[1] :], own[0]) for state, own in zip(step, own_step, strict=True)]
+    parts = text_parts(found, wanted, row, "decoder_hidden_states")
     for state, own in zip(found.encoder_hidden_states, wanted.encoder_hidden_states, strict=True):
         parts.append((state[row, : own.shape[1]], own[0]))
     for side in ("self_attention_cache", "cross_attention_cache"):
