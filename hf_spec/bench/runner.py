@@ -380,7 +380,7 @@ def _digest(prompts: Sequence[Prompt]) -> str:
 def _environment(target: PreTrainedModel) -> dict[str, Any]:
     device = input_device(target)
     return {
-        "hf_spec": _own_version(),
+        "hf_spec": installed_version("hf-spec"),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "python": platform.python_version(),
@@ -396,10 +396,10 @@ def _environment(target: PreTrainedModel) -> dict[str, Any]:
     }
 
 
-def _own_version() -> str | None:
-    """Return the version of this package; ``None`` in a clone that is not installed."""
+def installed_version(package: str) -> str | None:
+    """Return the version of a package; ``None`` if it is not installed, such as this one in a clone."""
     try:
-        return metadata.version("hf-spec")
+        return metadata.version(package)
     except metadata.PackageNotFoundError:
         return None
 

@@ -67,7 +67,7 @@ def attend_block(
 def _by_products(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float, cap: float | None
 ) -> tuple[Tensor, Tensor]:
-    """Do as ``attend_block`` where a kernel lacks, such as for caps: by products of each node, in float32."""
+    """Do as ``attend_block`` where there is no kernel, such as for caps: by products of each node, in float32."""
     # Products add up in another order where their numbers begin at another alignment.
     key, value = (states.float().expand(len(query), -1, -1, -1).contiguous() for states in (key, value))
     scores = torch.matmul(query.float(), key.mT) * scale  # (nodes, key heads, group, places)

@@ -376,9 +376,8 @@ def _prepare(
     name, config = type(model).__name__, _text_config(model)
     device, convolutions = input_device(model), convolutions_of_source(model)
     most = sizes_on(device)[-1]
-    where = f"on this processor with {mode.threads} threads; try torch.set_num_threads(1)"
-    if device.type != "cpu":
-        where = f"on {device.type} with torch {torch.__version__}"
+    on_cpu = f"on this processor with {mode.threads} threads; try torch.set_num_threads(1)"
+    where = on_cpu if device.type == "cpu" else f"on {device.type} with torch {torch.__version__}"
     for shape in shapes:
         if not agrees(shape, device):
             key_heads, group, width, dtype, _ = shape

@@ -235,8 +235,8 @@ def attending_in(spans: Sequence[Span], implementation: str) -> Iterator[None]:
 class PlainMasks(contextlib.AbstractContextManager["PlainMasks"]):
     """The masks of plain steps over padded rows: kept between steps instead of made anew by transformers.
 
-    The context is open during steps one after the other, and ``showing`` in each forward. Only a mask that would be
-    equal to the kept one is replaced by it: sdpa's, of a layer that sees all columns, for one node.
+    The context is open during steps one after the other, and ``show`` is called around each forward. Only a mask that
+    would be equal to the kept one is replaced by it: sdpa's, of a layer that sees all columns, for one node.
     """
 
     def __init__(self, implementation: str) -> None:

@@ -154,12 +154,10 @@ def _sequence_bias(one: Any, prefixes: Prefixes, scores: Tensor) -> Tensor:
     if not one.prepared_bias_variables:
         one._prepare_bias_variables(scores)
     bias: Tensor = one.length_1_bias.repeat(len(scores), 1)
-    is_older = not hasattr(one, "multi_token_biases")  # it asks for one token more than have to agree
+    more = 0 if hasattr(one, "multi_token_biases") else 1  # older ones ask for one token more than have to agree
     for before, last_tokens, biases in _biases_of_several(one, scores.device):
-        if before.shape[1] + is_older <= prefixes.longest:
-            ends, long_enough = prefixes.ends(before.shape[1])
-            if is_older:
-                long_enough = prefixes.lengths > before.shape[1]
+        if (needed := before.shape[1] + more) <= prefixes.longest:
+            ends, long_enough = prefixes.ends(before.shape[1])[0], prefixes.lengths >= needed
             completed = (ends[:, None] == before).all(-1) & long_enough[:, None]  # (prefixes, sequences)
             bias.index_add_(1, last_tokens, torch.where(completed, biases, 0.0))
     return scores + bias

@@ -113,9 +113,8 @@ class StepResult:
         ``index`` is the same on the device, ``None`` if these are all rows.
         """
         amounts, emitted = self.kept, self.emitted
-        if (
-            index is None and self.counts is not None and self.tokens.shape[1] == 1
-        ):  # a plain step, which has to be cheap
+        # A plain step has to be cheap.
+        if index is None and self.counts is not None and self.tokens.shape[1] == 1:
             return AcceptedTokens(self.tokens, self.counts, features, amounts, emitted)
         if index is not None:
             amounts, emitted = [amounts[row] for row in rows], [emitted[row] for row in rows]

@@ -410,6 +410,24 @@ def test_plain_generate_has_graphs_left(forwards: Forwards) -> None:
         assert torch.equal(generate(model, 3, **options), text)
 
 
+def test_torch_without_limits_of_its_own_for_what_it_compiles(
+    forwards: Forwards, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before 2.13 there was one limit for all graphs: what is compiled here gets code of its own."""
+    compile_now = torch.compile
+
+    def compile_before(model: Any, *, fullgraph: bool, dynamic: bool, backend: Any, mode: Any, options: Any) -> Any:
+        return compile_now(model, fullgraph=fullgraph, dynamic=dynamic, backend=backend, mode=mode, options=options)
+
+    monkeypatch.setattr(torch, "compile", compile_before)
+    model = target("llama")
+    text = generate(model, 3)
+    with torch._dynamo.config.patch(recompile_limit=2):
+        for _ in range(2):
+            assert torch.equal(guessing(model, 3, text, CHAIN, compile_config=on_any_device()), text)
+    assert len(forwards.compiled) > 2
+
+
 def test_a_graph_holds_nothing_that_changes(forwards: Forwards, monkeypatch: pytest.MonkeyPatch) -> None:
     """As CUDA graphs need it: no number goes in or comes out but in tensors, and what is written to stays in place."""
     graphs: list[fx.GraphModule] = []

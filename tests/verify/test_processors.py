@@ -16,7 +16,7 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 from transformers.generation import logits_process
 
 from hf_spec.proposal import NO_PARENT, PAD_NODE, Proposal
-from hf_spec.verify import warpers
+from hf_spec.verify import prefixes, warpers
 from hf_spec.verify.prefixes import Prefixes
 from hf_spec.verify.processors import Processors, pure
 from hf_spec.verify.scores import NodeScores
@@ -604,3 +604,21 @@ def test_top_p_in_a_graph(nearly: bool, monkeypatch: pytest.MonkeyPatch) -> None
     warper = warpers.TopP(logits_process.TopPLogitsWarper(0.8), nearly)
     compiled = torch.compile(lambda scores: warper(ids, scores), backend="eager", fullgraph=True)
     assert torch.equal(compiled(scores), warper(ids, scores))
+
+
+def test_biases_of_sequences_are_those_of_older_versions_of_transformers() -> None:
+    """Before 5.23, a sequence counted only after a text of as many tokens as it has itself."""
+    biases = {(5,): 1.0, (3, 4): 2.0, (7, 4): 0.25, (1, 2, 3): -1.5, (6, 1, 2, 3): 4.0}
+    one: Any = logits_process.SequenceBiasLogitsProcessor([[list(tokens), bias] for tokens, bias in biases.items()])
+    tokens = torch.tensor([[3, 0, 0, 0], [7, 3, 0, 0], [1, 2, 0, 0], [6, 1, 2, 0], [0, 6, 1, 2], [1, 7, 0, 0]])
+    lengths, scores = torch.tensor([1, 2, 2, 3, 4, 2]), torch.zeros(6, 8)
+    one._prepare_bias_variables(scores)
+    vars(one).pop("multi_token_biases", None)
+    wanted = scores.clone()
+    for row, length in enumerate(lengths.tolist()):
+        text = tokens[row, :length].tolist()
+        for (*before, last), bias in biases.items():
+            agrees = not before or (len(before) < length and text[length - len(before) :] == before)
+            wanted[row, last] += bias * agrees
+    assert torch.equal(prefixes._sequence_bias(one, Prefixes(tokens, lengths, lengths, 1, 4), scores), wanted)
+    assert wanted[1, 4] == 2.0 and wanted[0, 4] == 0  # the text before it is long enough, and is not

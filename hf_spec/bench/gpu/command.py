@@ -10,7 +10,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ import torch
 import transformers
 
 from ...whole_files import write_files
+from ..runner import installed_version
 from .page import page
 from .plan import PART_SECONDS, Part, parts
 
@@ -66,7 +66,7 @@ def environment(device: str, tiny: bool) -> Results:
     except (RuntimeError, AssertionError) as error:
         raise SystemExit(f"{device} does not compute ({error}); what does nvidia-smi say?") from error
     found = {
-        "commit": _said("git", "-C", str(ROOT), "rev-parse", "HEAD") or _version("hf-spec"),
+        "commit": _said("git", "-C", str(ROOT), "rev-parse", "HEAD") or installed_version("hf-spec"),
         "changed": bool(_said("git", "-C", str(ROOT), "status", "--porcelain", "--untracked-files=no")),
         "device": torch.cuda.get_device_name(device) if torch.device(device).type == "cuda" else device,
         "driver": _said("nvidia-smi", "--query-gpu=driver_version,memory.total,power.limit", "--format=csv,noheader"),
@@ -76,17 +76,10 @@ def environment(device: str, tiny: bool) -> Results:
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
         "transformers": transformers.__version__,
-        "triton": _version("triton"),  # without it, cells that compile say so
+        "triton": installed_version("triton"),  # without it, cells that compile say so
         "tiny": tiny,
     }
     return found
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def _said(*command: str) -> str:
