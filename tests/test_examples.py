@@ -388,7 +388,7 @@ def engine_speed(folder: Path, monkeypatch: pytest.MonkeyPatch, *more: str) -> N
     """Measure two sequences of the demo target with a few methods, unless ``more`` names others."""
     threads = torch.get_num_threads()
     options = ["--out", str(folder), "--model", "demo", "--dtype", "float32", "--cores", "1", "--prompts", "short"]
-    options += ["--batch", "2", "--new-tokens", "4", "--backend", "eager", *more]
+    options += ["--batch", "2", "--number", "2", "--new-tokens", "4", "--backend", "eager", *more]
     monkeypatch.setattr("sys.argv", ["engine_speed.py", *options])
     try:
         runpy.run_path(str(ROOT / "examples" / "engine_speed.py"), run_name="__main__")
@@ -451,6 +451,17 @@ def test_every_method_of_transformers_and_ours_works(tmp_path: Path, monkeypatch
     assert content["errors"] == {}
     assert len(content["turns"][0]) == 2 * 10 + 7
     assert len({json.dumps(run["tokens"]) for run in content["turns"][0].values()}) == 1
+
+
+def test_batches_of_a_turn_are_added_up() -> None:
+    together = runpy.run_path(str(ROOT / "examples" / "engine_speed.py"))["together"]
+    run = {"seconds": 2.0, "target": 1.0, "draft": 0.5, "tokens": [[1, 2, 3, 4]], "accepted_length": 1.0}
+    both = together([run, run | {"tokens": [[5, 6, 7, 8]], "accepted_length": 4.0}])
+    assert both == {"seconds": 4.0, "target": 2.0, "draft": 1.0, "tokens": [[1, 2, 3, 4], [5, 6, 7, 8]]} | {
+        "accepted_length": 1.6  # 8 tokens in 4 + 1 steps
+    }
+    other = run | {"target": None, "draft": None, "accepted_length": None}
+    assert together([other])["accepted_length"] is None and together([other, other])["target"] is None
 
 
 def test_speeds_are_divided_by_plain_of_the_same_conditions() -> None:
