@@ -127,6 +127,8 @@ class SpeculationConfig:
 
     def merge(self, **changes: Any) -> SpeculationConfig:
         """Return a copy with ``changes``; unknown names raise a TypeError that lists the known ones."""
+        if not changes:
+            return self
         known = {field.name for field in fields(self)}
         if unknown := set(changes) - known:
             raise TypeError(f"SpeculationConfig has no {sorted(unknown)}; it has {sorted(known)}")

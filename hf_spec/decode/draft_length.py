@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Literal
 
 import torch
 from transformers import PreTrainedModel
@@ -64,13 +65,14 @@ def draft_length_policy(
         reason, is_asked = f'fixed, because acceptance="{config.acceptance}" is not lossless', True
     needs_seed = situation.samples and config.verification != "exact" and is_seeded(situation.device)
     is_asked, needs_seed = ranks.broadcast((is_asked, needs_seed))
-    first = _first(config, situation.speculator)
+    own = situation.speculator.defaults().num_speculative_tokens
+    first = _first(config, own)
     profile = _profile(config, situation)
     if isinstance(situation.speculator, PlainSpeculator):
         return config, FixedLength(0, profile.acceptance, "because nothing is to be proposed")
     if is_asked and not wants_auto:
         return config, FixedLength(first, profile.acceptance, reason)
-    if situation.speculator.defaults().num_speculative_tokens is None and not wants_auto:
+    if own is None and not wants_auto:
         config = config.merge(num_speculative_tokens=None)
     return config, _adaptive(config, situation, ranks, profile, first, needs_seed and not wants_auto)
 
@@ -108,8 +110,9 @@ def _adaptive(
     return AdaptiveLength(*shared, first, lengths, stops_early, agree=agree)
 
 
-def _first(config: SpeculationConfig, speculator: Speculator) -> int:
-    asked, own = config.num_speculative_tokens, speculator.defaults().num_speculative_tokens
+def _first(config: SpeculationConfig, own: int | Literal["auto"] | None) -> int:
+    """Return the length that was asked for, else the draft's ``own``."""
+    asked = config.num_speculative_tokens
     usual = _tree_depth(config) or (own if isinstance(own, int) else DEFAULT_NUM_SPECULATIVE_TOKENS)
     return asked if isinstance(asked, int) else usual
 

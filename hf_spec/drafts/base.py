@@ -394,9 +394,10 @@ class Speculator(ABC):
         config = (defaults if config is None else config).merge(**changes)
         names = ["num_speculative_tokens"] if isinstance(config.tree, str | None) else []
         names += ["accept_k", "accept_tolerance"] if config.acceptance == "near_best" else []
-        config = config.merge(**{name: getattr(defaults, name) for name in names if getattr(config, name) is None})
-        has_depth = config.num_speculative_tokens is not None or not isinstance(config.tree, str | None)
-        return config if has_depth else config.merge(num_speculative_tokens=DEFAULT_NUM_SPECULATIVE_TOKENS)
+        missing = {name: getattr(defaults, name) for name in names if getattr(config, name) is None}
+        if missing.get("num_speculative_tokens", 1) is None:
+            missing["num_speculative_tokens"] = DEFAULT_NUM_SPECULATIVE_TOKENS
+        return config.merge(**missing)
 
     @abstractmethod
     def drafter(self, request: DraftContext) -> Drafter:

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
+from ..scoring.modules import weights_of
 from .base import MAX_LENGTH, DraftSource
 
 SAMPLES = 32  # latest steps of each length, whose median counts: other programs disturb for less long
@@ -145,7 +146,7 @@ def shape_of(model: nn.Module) -> ModelShape:
     text = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
     layers = getattr(model, "layers", None)
     count = len(layers) if layers is not None else int(getattr(text, "num_hidden_layers", 1) or 1)
-    return ModelShape(count + 1, sum(one.numel() for one in model.parameters()))
+    return ModelShape(count + 1, sum(map(Tensor.numel, weights_of(model))))
 
 
 class ShapeCost(StepCost):

@@ -120,9 +120,10 @@ def why_unsupported(
         return f"{name} is supported for one row at a time only: {reason}"
     if isinstance(cache, StaticCache) and (reason := why_one_row(model)) is not None:  # plain reads empty slots, too
         return f"{name} takes no static cache: {reason}"
-    if (reason := why_no_masks(model.config.get_text_config(decoder=True)._attn_implementation)) is not None:
+    text = model.config.get_text_config(decoder=True)
+    if (reason := why_no_masks(text._attn_implementation)) is not None:
         return f"{name} {reason}"
-    if keeps_own_states(model):
+    if text.model_type in OWN_STATES:
         return None
     known = arguments_of(model)
     if cache is None or ("input_ids" in known and cache_name(model) not in known):  # a wrapper may name nothing
@@ -138,7 +139,7 @@ def why_unsupported(
         layer = unsupported_static_layer(cache) if isinstance(cache, StaticCache) else unsupported_layer(cache)
     if layer is not None:
         return f"the cache of {name} is {layer}, not one of attention and recurrent layers"
-    knows_layers = getattr(model.config.get_text_config(decoder=True), "layer_types", None)  # and so does the cache
+    knows_layers = getattr(text, "layer_types", None)  # and so does the cache
     if getattr(model, "_is_stateful", False) and not knows_layers and not has_states(cache):
         return f"{name} keeps recurrent states outside its cache, where they cannot be taken back"
     return None

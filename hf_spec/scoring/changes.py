@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Hashable, Iterable, Iterator
-from typing import Any, cast
+from itertools import chain
+from operator import attrgetter, itemgetter, methodcaller
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,9 +16,13 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .adapters import NAMES, adapter_of_inputs, given_by_row
 from .hooks import is_ours
+from .modules import distinct, modules_of
 from .plain import precision
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
+_HOOKS_OF = itemgetter(*_HOOKS)
+_STATE = itemgetter("training", "_parameters", *_HOOKS)
+_CONFIG, _VALUES, _DTYPE = methodcaller("get", "config"), methodcaller("values"), attrgetter("dtype")
 _RARE = frozenset(("forward", "_compiled_call_impl", "_active_adapter"))  # only changed modules have these attributes
 _LABELS = ("id2label", "label2id")  # of configurations: may be thousands, and no forward reads them
 
@@ -25,40 +31,25 @@ def way_of_forward(model: PreTrainedModel) -> Hashable:
     """Return a key of what the forward of ``model`` is made of, but for the values of its weights.
 
     It holds hooks, the types of modules and weights, PEFT's active adapters, the configurations, the precision, and
-    replaced functions. It is computed in every call, by a few operations for each module.
+    replaced functions. It is computed in every call, so nothing here is done module by module in Python.
     """
-    parts: list[Any] = [precision(model), adapter_of_inputs(model)]
-    kinds: dict[Any, None] = {}
-    configs: dict[int, Any] = {}
-    for module in _modules(model):
-        own, kind = module.__dict__, cast(Any, type(module))
-        kinds[kind] = None
-        parts += kind, bool(own["training"])
-        if own["_forward_hooks"] or own["_forward_pre_hooks"] or not _RARE.isdisjoint(own):
-            parts += _changes(own)
-        for weight in own["_parameters"].values():
-            if weight is not None:
-                parts += type(weight), weight.dtype
-        if "config" in own:
-            configs[id(own["config"])] = own["config"]
-    parts.extend(map(_frozen, configs.values()))
-    parts.extend(_identity(kind.forward) for kind in kinds)
-    parts.extend(_identity(one) for one in _functions(model))
-    return tuple(parts)
-
-
-def _modules(model: nn.Module) -> list[nn.Module]:
-    """List ``model`` and its modules: torch's own walk builds names, and takes several times as long."""
-    seen: dict[nn.Module, None] = {}
-    left: list[nn.Module | None] = [model]
-    while left:
-        module = left.pop()
-        if module is None or module in seen:
-            continue
-        seen[module] = None
-        if inner := module.__dict__["_modules"]:
-            left += inner.values()
-    return list(seen)
+    modules = modules_of(model)
+    kinds: tuple[Any, ...] = tuple(map(type, modules))
+    owns = [*map(vars, modules)]
+    training, parameters, *hooks = zip(*map(_STATE, owns), strict=True)
+    changes: list[Hashable] = []
+    if any(chain(*hooks)) or not all(map(_RARE.isdisjoint, owns)):
+        changes += [(place, *found) for place, own in enumerate(owns) if (found := _changes(own))]
+    weights = distinct(chain.from_iterable(map(_VALUES, parameters)))
+    functions: chain[Any] = chain((kind.forward for kind in dict.fromkeys(kinds)), _functions(model))
+    return (
+        (precision(model), adapter_of_inputs(model)),
+        (kinds, training, tuple(map(len, parameters))),
+        (*map(type, weights), *map(_DTYPE, weights)),
+        tuple(changes),
+        tuple(map(_frozen, distinct(map(_CONFIG, owns)))),
+        tuple(map(_identity, functions)),
+    )
 
 
 def foreign_hooks(model: nn.Module) -> list[str]:
@@ -66,7 +57,7 @@ def foreign_hooks(model: nn.Module) -> list[str]:
 
     Those of this package, and of PEFT's adapters for each row, do not count.
     """
-    if not any(one._forward_hooks or one._forward_pre_hooks for one in _modules(model)):
+    if not any(chain.from_iterable(map(_HOOKS_OF, map(vars, modules_of(model))))):
         return []  # as in most calls, without the names
     return [
         f"{name or type(module).__name__}: {getattr(hook, '__qualname__', type(hook).__name__)}"

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from .graphs import is_compiled
 from .hooks import hooked
+from .modules import modules_of
 
 
 class Features:
@@ -112,10 +113,12 @@ def _stack(model: PreTrainedModel, count: int) -> list[nn.Module]:
     kind = (getattr(decoder, "_can_record_outputs", None) or {}).get("hidden_states")
     if not isinstance(kind, type):
         return []
-    layers = [module for module in decoder.modules() if issubclass(type(module), kind)]
+    layers = list(filter(kind.__instancecheck__, modules_of(decoder)))
+    if layers != list(getattr(decoder, "layers", ())):  # they may be at several levels (Zamba): in torch's order
+        layers = list(filter(kind.__instancecheck__, decoder.modules()))
     return layers if len(layers) == count else []
 
 
 def _last_layer(model: PreTrainedModel, count: int) -> nn.Module:
-    stacks = [module for module in decoder_of(model).modules() if isinstance(module, nn.ModuleList)]
+    stacks = [module for module in modules_of(decoder_of(model)) if isinstance(module, nn.ModuleList)]
     return next(stack[-1] for stack in stacks if len(stack) == count)

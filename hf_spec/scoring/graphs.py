@@ -19,11 +19,14 @@ from transformers import CompileConfig
 from transformers.utils import logging
 
 from .attention import folding_in_graphs
+from .modules import modules_of
 
 T = TypeVar("T")
 
 # Shapes are few and fixed: each has its own graph, none is symbolic. Torch's default of 8 recompilations is too few.
 FIXED_SHAPES = {"dynamic": False, "recompile_limit": 256}
+
+_OWN_FORWARD = frozenset(("forward", "_compiled_call_impl"))  # attributes of a module that its class does not set
 
 NEW_MEMORY = ("cpu",)  # devices on which a graph returns new memory each time: without CUDA graphs or the like
 
@@ -100,9 +103,12 @@ def why_not_compiled(error: Exception) -> str:
 
 def is_compiled(model: nn.Module) -> bool:
     """Tell whether the user has compiled the model or a part of it, by ``compile()`` or torch.compile of a forward."""
+    modules = modules_of(model)
+    if all(map(_OWN_FORWARD.isdisjoint, map(vars, modules))):  # as usual: one module of each class tells all
+        modules = [*dict(zip(map(type, modules), modules, strict=True)).values()]
     return any(
         module._compiled_call_impl is not None or hasattr(module.forward, "_torchdynamo_orig_callable")
-        for module in model.modules()
+        for module in modules
     )
 
 

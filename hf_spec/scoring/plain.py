@@ -23,11 +23,12 @@ ROUNDING_OF_A_FORWARD = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat1
 
 def input_device(model: PreTrainedModel) -> torch.device:
     """Return the device of the first computation of ``model``; offloaded weights move there when they are used."""
-    if model.device.type == "meta":
+    device = model.device
+    if device.type == "meta":
         for module in model.modules():  # with accelerate's hooks
-            if (device := getattr(getattr(module, "_hf_hook", None), "execution_device", None)) is not None:
-                return torch.device(device)
-    return model.device
+            if (place := getattr(getattr(module, "_hf_hook", None), "execution_device", None)) is not None:
+                return torch.device(place)
+    return device
 
 
 def precision(model: PreTrainedModel) -> torch.dtype:

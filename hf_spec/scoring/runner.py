@@ -18,7 +18,7 @@ from transformers.generation.utils import MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREF
 from ..device_tensors import to_device
 from ..proposal import Proposal
 from .adapters import adapted_layers, with_adapters
-from .architectures import cache_name
+from .architectures import arguments_of, cache_name
 from .cache import TreeKVCache, has_states, keeps_everything, undo_reading
 from .changes import foreign_hooks
 from .features import Features
@@ -239,7 +239,7 @@ class ModelRunner:
         count = proposal.tokens.shape[1] - 1
         kwargs = {**model_kwargs, **continued(model_kwargs, count)}
         # Passed to the forward itself: some models' prepare_inputs_for_generation always sets logits_to_keep to 1.
-        kept = {"logits_to_keep": 1 + count} if self.model._supports_logits_to_keep() else {}
+        kept = {"logits_to_keep": 1 + count} if self._takes_logits_to_keep else {}
         self._undo_prompt = undo_reading(model_kwargs.get(self._cache_name))
         ids = torch.cat([input_ids, proposal.tokens[:, 1:]], dim=1)
         outputs = self._read_prompt(ids, generation_config, kwargs, 1 + count, **kept).outputs
@@ -263,9 +263,14 @@ class ModelRunner:
             given = {"use_cache": True, "position_ids": first} | (source or {})
             self._start(kwargs[self._cache_name], len(input_ids), input_ids.device, None, given)
             return None
-        if self.model._supports_logits_to_keep():
+        if self._takes_logits_to_keep:
             kwargs["logits_to_keep"] = 1
         return self.prefill(input_ids, GenerationConfig(disable_compile=True), kwargs)
+
+    @property
+    def _takes_logits_to_keep(self) -> bool:
+        """Tell the same as transformers' ``_supports_logits_to_keep``, which looks at the signature in every call."""
+        return "logits_to_keep" in arguments_of(self.model)
 
     def restore_prompt_cache(self) -> None:
         """Restore transformers' cache to its state before the prompt."""
@@ -452,7 +457,7 @@ class ModelRunner:
     def read(self, tokens: Tensor, columns: Sequence[int]) -> Tensor:
         """Do as ``extend`` with a chain, and return its logits at ``columns`` only: (batch, columns, vocabulary)."""
         place = to_device(columns, self.slots.device)
-        if not self.model._supports_logits_to_keep():
+        if not self._takes_logits_to_keep:
             return self.extend(tokens).logits.index_select(1, place)
         self._step_kwargs["logits_to_keep"] = place
         try:

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 from lengths import force_lengths
-from pairs import each_value
+from pairs import each_value, pairwise
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
@@ -221,6 +221,37 @@ def test_a_step_of_a_call_that_drafts_nothing_takes_fewer_instructions_than_one_
 ) -> None:
     """With the ten layers of the demo target, too: 35,111 instead of 35,142 for one greedy row."""
     assert instructions_per_step(rows, sample, speculator="plain") < instructions_per_step(rows, sample)
+
+
+def instructions_of_a_call(rows: int, sample: bool, **options: Any) -> int:
+    """Return the instructions of a second call that asks for one token: those until the first token, and its end."""
+    ids = torch.randint(5, VOCABULARY, (rows, 24), generator=torch.Generator().manual_seed(1))
+    ids[-1, : 3 * (rows > 1)] = 0
+    given = {"attention_mask": (ids != 0).long(), "do_sample": sample, "max_new_tokens": 1, **options}
+    for _ in range(2):  # what is made once is made by the first call
+        torch.manual_seed(0)
+        with counting_instructions() as count:
+            models()[0].generate(ids, **given)
+    return count["opcode"]
+
+
+# Of one row and of eight. Each walk of torch over the modules took 4,500.
+MOST_MORE = {
+    "plain": (29_000, 34_000),
+    "n-gram": (40_000, 44_000),
+    "eagle3": (39_000, 47_000),
+    "vanilla": (42_000, 46_000),
+}
+
+
+@pytest.mark.parametrize(("draft", "rows", "sample"), pairwise(MOST_MORE, [1, 8], [False, True]))
+def test_a_call_takes_few_instructions_more_than_one_of_plain_generate_until_the_first_token(
+    draft: str, rows: int, sample: bool
+) -> None:
+    """Plain ``generate`` takes some 70,000 here."""
+    speculator = models()[1][draft] or draft
+    more = instructions_of_a_call(rows, sample, speculator=speculator) - instructions_of_a_call(rows, sample)
+    assert more <= MOST_MORE[draft][rows > 1]
 
 
 def test_processors_of_the_prefix_take_no_call_per_node() -> None:

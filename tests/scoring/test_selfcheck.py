@@ -280,7 +280,7 @@ def functools_hook() -> Any:
 
 
 def test_what_changes_a_forward_is_asked_with_few_operations() -> None:
-    """No look at numbers, and at most so many calls for each module: the key is made in every call of generate."""
+    """No look at numbers, and hardly a call for each module: the key is made in every call of generate."""
     config = LlamaConfig(
         hidden_size=8, intermediate_size=8, num_hidden_layers=24, num_attention_heads=2, vocab_size=32
     )
@@ -297,7 +297,7 @@ def test_what_changes_a_forward_is_asked_with_few_operations() -> None:
         way_of_forward(model)
     finally:
         sys.setprofile(None)
-    assert calls[0] < 14 * count
+    assert calls[0] < 1.5 * count
 
 
 def test_a_hook_on_the_last_position_that_came_after_a_first_call_is_noticed() -> None:
