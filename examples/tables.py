@@ -31,6 +31,8 @@ import compare_demo_drafts  # noqa: E402
 import compiled_speed  # noqa: E402
 import default_speed  # noqa: E402
 import early_exits  # noqa: E402
+import engine_speed  # noqa: E402
+import exact_answers  # noqa: E402
 import history  # noqa: E402
 import invariant_cost  # noqa: E402
 import other_tokenizer  # noqa: E402
@@ -56,9 +58,9 @@ A cell is the multiple of plain in the same form (for plain, tokens a second), t
 
 @dataclass(frozen=True)
 class Table:
-    """A raw file in ``folder``, how its content becomes Markdown, and the command that measures it again."""
+    """A raw file or a folder of some, how its content becomes Markdown, and the command that measures it again."""
 
-    write: Callable[[dict[str, Any]], str]
+    write: Callable[[Any], str]
     command: str
     file: Path
 
@@ -125,6 +127,13 @@ def gpu_short(content: dict[str, Any]) -> str:
     return f"{GPU}\n\n{table}\n\n{gpu_page.made_from(content)}\n"
 
 
+def next_to_engines(contents: list[dict[str, Any]]) -> str:
+    """Write raw files of engine_speed.py as one table, and name what could not be measured."""
+    errors = {title for content in contents for title in content["errors"]}
+    left = f"\nNot measured: {', '.join(sorted(errors))}.\n" if errors else ""
+    return f"{made_from(contents[0])}\n{engine_speed.summary(contents)}{left}"
+
+
 def default_file(name: str, *options: str) -> Table:
     """Return a table of default_speed.py with ``options``."""
     file = RESULTS / f"{name}.json"
@@ -173,6 +182,18 @@ TABLES = {
         lambda content: made_from(content) + "\n" + invariant_cost.table(content),
         "invariant_cost.py --json results/invariant-cost.json",
         RESULTS / "invariant-cost.json",
+    ),
+    "exact-answers": script_file(
+        below_its_machine(exact_answers.table),
+        "exact_answers",
+        "exact-answers",
+        "--new-tokens 24 SMOLLM2 SPEC_BENCH",
+    ),
+    "next-to-engines": Table(
+        next_to_engines,
+        "engine_speed.py --out results/next-to-engines --model SMOLLM2 --texts SPEC_BENCH --dtype float32 --cores 2"
+        " --prompts short --new-tokens 64 --turns 2 --vllm VLLM/bin/python --llama-cpp LLAMA/bin/python",
+        RESULTS / "next-to-engines",
     ),
     "defaults": default_file("defaults", "--rounds 3"),
     "defaults-processors": default_file("defaults-processors", "--rounds 3 --processors"),
@@ -229,14 +250,16 @@ def pages() -> Iterator[Path]:
 def renewed(text: str) -> str:
     """Return a page's text with the tables of the raw files that are there. Errors: a KeyError for an unknown name."""
 
-    def written(match: re.Match[str]) -> str:
+    def replaced(match: re.Match[str]) -> str:
         table = TABLES[match[2]]
         if not table.file.exists():
             return match[0]
-        content = json.loads(table.file.read_text(encoding="utf-8"))
-        return f"{match[1]}\n{table.write(content).strip()}\n\n{match[4]}"
+        files = sorted(table.file.glob("*.json")) if table.file.is_dir() else [table.file]
+        contents = [json.loads(file.read_text(encoding="utf-8")) for file in files]
+        written = table.write(contents if table.file.is_dir() else contents[0])
+        return f"{match[1]}\n{written.strip()}\n\n{match[4]}"
 
-    return MARKED.sub(written, text)
+    return MARKED.sub(replaced, text)
 
 
 def main() -> int:

@@ -19,7 +19,14 @@ import torch
 from nbclient import NotebookClient
 from test_exactness import noisy_copy
 from test_translated import draft
-from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LogitsProcessorList,
+)
 
 import hf_spec
 from hf_spec import demo
@@ -312,6 +319,42 @@ def test_the_cost_of_exact_bits_is_measured(
     assert "| 9 | 32, tree | " in read and printed.endswith(read)
 
 
+def test_answers_that_depend_on_the_draft_or_the_batch_are_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    torch.manual_seed(0)
+    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 2}
+    tokenizer = AutoTokenizer.from_pretrained(demo.path())
+    config = LlamaConfig(vocab_size=len(tokenizer), eos_token_id=2, **shape)
+    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(tmp_path / "target")
+    tokenizer.save_pretrained(tmp_path / "target")
+    prompts, file = tmp_path / "prompts.jsonl", tmp_path / "answers.json"
+    prompts.write_text("".join(json.dumps({"text": "Once" + " upon" * row}) + "\n" for row in range(1, 5)))
+
+    def run(*more: str) -> dict[str, Any]:
+        given = [str(tmp_path / "target"), str(prompts), "--json", str(file), "--new-tokens", "5", *more]
+        monkeypatch.setattr("sys.argv", ["exact_answers.py", *given])
+        return runpy.run_path(str(ROOT / "examples" / "exact_answers.py"), run_name="__main__")
+
+    run("--answers", "1")
+    first = json.loads(file.read_text(encoding="utf-8"))["rounds"]
+    module = run("--answers", "3")  # continues with the second answer
+    rounds = json.loads(file.read_text(encoding="utf-8"))["rounds"]
+    assert {mode: found[:1] for mode, found in rounds.items()} == first
+    assert [len(found) for found in rounds.values()] == [2, 2]
+    counted = module["summed"](rounds["in the mode"])
+    assert len(counted) == 7 * 3 and all(one["differ"] == 0 and one["answers"] == 3 for one in counted.values())
+    assert counted["draft model, 1"]["accepted"] > 0
+    assert "| draft model, trees | " in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="has other settings"):
+        run("--dtype", "float32")
+    target = AutoModelForCausalLM.from_pretrained(tmp_path / "target")
+    other = LogitsProcessorList([lambda ids, scores: -scores])
+    ways = {"plain": {"speculator": False}, "other": {"speculator": False, "logits_processor": other}}
+    found = dict(module["round_of"](target, ways, [[5, 6, 7, 5], [8, 9]], 5))
+    assert found["plain, 4"]["differ"] == 0 and found["other, 4"]["differ"] == 2
+
+
 @pytest.mark.parametrize(
     "given",
     [
@@ -345,7 +388,7 @@ def engine_speed(folder: Path, monkeypatch: pytest.MonkeyPatch, *more: str) -> N
     """Measure two sequences of the demo target with a few methods, unless ``more`` names others."""
     threads = torch.get_num_threads()
     options = ["--out", str(folder), "--model", "demo", "--dtype", "float32", "--cores", "1", "--prompts", "short"]
-    options += ["--batch", "2", "--new-tokens", "4", "--backend", "eager", *more]
+    options += ["--batch", "2", "--number", "2", "--new-tokens", "4", "--backend", "eager", *more]
     monkeypatch.setattr("sys.argv", ["engine_speed.py", *options])
     try:
         runpy.run_path(str(ROOT / "examples" / "engine_speed.py"), run_name="__main__")
@@ -408,6 +451,17 @@ def test_every_method_of_transformers_and_ours_works(tmp_path: Path, monkeypatch
     assert content["errors"] == {}
     assert len(content["turns"][0]) == 2 * 10 + 7
     assert len({json.dumps(run["tokens"]) for run in content["turns"][0].values()}) == 1
+
+
+def test_batches_of_a_turn_are_added_up() -> None:
+    together = runpy.run_path(str(ROOT / "examples" / "engine_speed.py"))["together"]
+    run = {"seconds": 2.0, "target": 1.0, "draft": 0.5, "tokens": [[1, 2, 3, 4]], "accepted_length": 1.0}
+    both = together([run, run | {"tokens": [[5, 6, 7, 8]], "accepted_length": 4.0}])
+    assert both == {"seconds": 4.0, "target": 2.0, "draft": 1.0, "tokens": [[1, 2, 3, 4], [5, 6, 7, 8]]} | {
+        "accepted_length": 1.6  # 8 tokens in 4 + 1 steps
+    }
+    other = run | {"target": None, "draft": None, "accepted_length": None}
+    assert together([other])["accepted_length"] is None and together([other, other])["target"] is None
 
 
 def test_speeds_are_divided_by_plain_of_the_same_conditions() -> None:

@@ -29,6 +29,14 @@ FOUND = {"tokens_per_forward": 1.0, "log_probability": -2.19, "as_plain": 7, "te
 ARM = {"steps": 270, "eval_acceptance_length": 1.6, "eval_sampled_acceptance_length": 1.62}
 ARM |= {f"eval_acceptance_{k}": 0.4**k for k in range(1, 8)}
 BATCH = {"seconds": 6.0, "forwards": 9, "parts": [3.0, 0.5, 0.5], "median": 2.0, "late": 5.0}
+ANSWERS = {
+    mode: {
+        f"{way}, {size}": {"answers": 8, "differ": differ * size, "tokens": 200, "accepted": accepted}
+        for way, accepted in (("plain", 0), ("n-grams", 50))
+        for size in (1, 4, 8)
+    }
+    for mode, differ in (("outside", 1), ("in the mode", 0))
+}
 RAW: dict[str, Any] = {
     "defaults": {
         "made_from": MADE,
@@ -51,6 +59,11 @@ RAW: dict[str, Any] = {
     "replay": {"made_from": MADE, "rows": {"n-grams, AMD": {"x plain": 1.5, "without": {"decay": [0.97, 0.9]}}}},
     "packed": {"made_from": MADE, "forwards": {"tiny, float32": {"plain": {"1": 2.0}, "packed": {"1": 1.0}}}},
     "padded": {"made_from": MADE, "seconds": {"plain `generate`": [[34.31, 0.25], [31.6, 0.26]]}},
+    "exact-answers": {
+        "made_from": MADE,
+        "settings": {"target": "smollm2", "dtype": "bfloat16", "new_tokens": 24},
+        "rounds": {mode: [ANSWERS[mode], ANSWERS[mode]] for mode in ("outside", "in the mode")},
+    },
     "step-costs": {"made_from": MADE, "float32": {"rows": {"0": {"1": 1.0, "32": 3.5}, "6": {"1": 1.25, "32": 9.0}}}},
     "invariant-cost": {
         "made_from": MADE,
@@ -64,6 +77,7 @@ RAW: dict[str, Any] = {
 }
 LINES = {
     "invariant-cost": "| 256 | 32, tree | 500.0 | 250.0 | 300.0 | 1.20 | 950 | 4000 |",
+    "exact-answers": "| n-grams | 2 | 8 | 16 | 0 | 0 | 0 | 25% of the text |",
     "history": "| edits | 2.00 (2.5) | 3.50 (2.5) |",
     "other-tokenizer": "| plain | 1.00 | 7 of 8 | 1.00 | -2.19 |",
     "early-exits": "| 2 | 16% | 2.00 | 1.6 |",
@@ -156,6 +170,32 @@ def test_raw_files_become_tables(name: str, tables: dict[str, Any], tmp_path: Pa
     assert "old" not in once and once.startswith("before\n") and once.endswith("after\n")
     assert f"\n{LINES[name]}\n" in once
     assert "a processor (AVX2), commit 0123456789ab, torch 2.13.0, transformers 5.24.0, hf_spec 0.1.0." in once
+
+
+def test_files_of_engines_become_one_table(tables: dict[str, Any], tmp_path: Path) -> None:
+    """One column for each file; a method that one file lacks, and one that does not say what its parts took."""
+    run = {"target": 1.5, "draft": 0.25, "tokens": [[1, 2], [3, 4]], "accepted_length": None}
+    for batch, titles in ((8, ["plain: plain"]), (1, ["plain: plain", "llama.cpp: lookup", "llama.cpp: plain"])):
+        turn = {title: run | {"seconds": 2.0} for title in titles}
+        if batch == 1:
+            turn["llama.cpp: lookup"] |= {"seconds": 4.0, "target": None}
+        errors = {"vLLM: plain": "no memory"} if batch == 1 else {}
+        content = {"made_from": MADE | {"batch": batch}, "errors": errors, "turns": [turn]}
+        (tmp_path / f"cell-batch{batch}.json").write_text(json.dumps(content), encoding="utf-8")
+    before = tables["TABLES"]["next-to-engines"]
+    tables["TABLES"]["next-to-engines"] = tables["Table"](before.write, before.command, tmp_path)
+    try:
+        page = tables["renewed"](marked("next-to-engines", "old\n"))
+    finally:
+        tables["TABLES"]["next-to-engines"] = before
+    assert [line for line in page.splitlines() if line.startswith("|")] == [
+        "| | 1 at once | 8 at once |",
+        "|---|---|---|",
+        "| plain: plain | 2.0, 1.00 (1.5 + 0.2 + 0.2 s) | 2.0, 1.00 (1.5 + 0.2 + 0.2 s) |",
+        "| llama.cpp: plain | 2.0, 1.00 (1.5 + 0.2 + 0.2 s) | - |",
+        "| llama.cpp: lookup | 1.0, 0.50 | - |",
+    ]
+    assert "Not measured: vLLM: plain." in page and "commit 0123456789ab" in page
 
 
 def test_changes_since_the_commit_are_told(tables: dict[str, Any]) -> None:
