@@ -86,6 +86,11 @@ def is_seeded(device: torch.device) -> bool:
     return seed < SMALLEST_RANDOM_SEED
 
 
+def set_seed(seed: int, process: int = 0) -> None:
+    """Seed torch with 32 bits of any ``seed``, other ones in each ``process``, so that ``is_seeded`` holds."""
+    torch.manual_seed((seed + process * 0x9E3779B1) % SMALLEST_RANDOM_SEED)
+
+
 def likeliest(scores: Tensor) -> Tensor:
     """Return the token with the largest of ``scores`` (..., vocabulary), the first if there are several: (...)."""
     return largest(scores)[1] if _is_quick_in_parts(scores) else _place_of_largest(scores)

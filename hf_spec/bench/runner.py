@@ -30,6 +30,7 @@ from ..drafts.vanilla.speculator import VanillaSpeculator
 from ..metrics import Counts
 from ..packing.packing import is_packed
 from ..progress import Progress
+from ..sampling import set_seed
 from ..scoring.hooks import mark_as_ours
 from ..scoring.names import CACHE
 from ..scoring.plain import input_device, padded
@@ -244,7 +245,7 @@ class _Bench:
         return {name: sorted(tried, key=lambda run: run.speed)[len(tried) // 2] for name, tried in runs.items()}
 
     def _run(self, method: Method, inputs: dict[str, Tensor]) -> Run:
-        torch.manual_seed(self.settings.seed + self._turn)
+        set_seed(self.settings.seed + self._turn)
         options: dict[str, Any] = {"do_sample": False}
         if self.settings.temperature:
             options = {"do_sample": True, "temperature": self.settings.temperature}

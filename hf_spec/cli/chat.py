@@ -30,8 +30,7 @@ def add_chat(commands: Any) -> None:
 
 def _chat(args: argparse.Namespace) -> None:
     check_history_file(args)
-    import torch
-
+    from ..sampling import set_seed
     from .loading import load_models, pack_models
 
     target, tokenizer, speculators = load_models(
@@ -42,7 +41,7 @@ def _chat(args: argparse.Namespace) -> None:
     speculator = speculators[args.speculator]
     pack_models(args, target, speculator)
     if args.seed is not None:
-        torch.manual_seed(args.seed)
+        set_seed(args.seed)
     options = {
         "speculator": speculator,
         "speculation_config": asked_for(speculator, args, args.tree),

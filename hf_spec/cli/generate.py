@@ -63,6 +63,7 @@ def _generate(args: argparse.Namespace) -> None:
     from transformers import TextStreamer
 
     from ..bench import Prompt
+    from ..sampling import set_seed
     from ..scoring.plain import input_device
     from .loading import limited_length, load_models, pack_models
 
@@ -74,7 +75,7 @@ def _generate(args: argparse.Namespace) -> None:
     input_ids = torch.tensor([Prompt((text,), chat=args.chat).render([], tokenizer)], device=input_device(target))
     new = limited_length(args.max_new_tokens, input_ids.shape[1], target)
     if args.seed is not None:
-        torch.manual_seed(args.seed)
+        set_seed(args.seed)
     with keeping_history(args, speculator, tokenizer):
         out = cast("SpeculativeModel", target).generate(
             input_ids=input_ids,

@@ -30,13 +30,12 @@ def answer_file(args: argparse.Namespace) -> None:
     """Answer the prompts of ``args.prompts`` that have no answer in ``args.out`` yet."""
     for _ in _questions(args):  # reports a bad line before anything is loaded
         pass
-    import torch
-
     from ..checkpoints.fingerprint import fingerprint, generation_settings, tokenizer_digest
     from ..many.answers import AnswerFile
     from ..many.generate import generate_many
     from ..metrics import Counts
     from ..processes import Processes, launched
+    from ..sampling import set_seed
     from .loading import load_models, pack_models
 
     state, device = launched(args.device)
@@ -52,7 +51,7 @@ def answer_file(args: argparse.Namespace) -> None:
     count = answers.read(asked for asked, _ in _questions(args))
     rest = _Rest(args, tokenizer, answers, count - len(answers))
     if args.seed is not None:  # not the random numbers of earlier answers, or of another process
-        torch.manual_seed(args.seed + len(answers) + (processes.number << 32))
+        set_seed(args.seed + len(answers), processes.number)
     counts = Counts()
     completions = generate_many(
         target,

@@ -15,6 +15,7 @@ from transformers.cli.serving.utils import GenerateManager, _GenerationCancelled
 from transformers.generation.streamers import BaseStreamer
 
 from ..decode.outputs import forget_speculation, last_speculation
+from ..sampling import is_seeded, set_seed
 from .acceptance import acceptance_of_request
 from .limits import limit_length
 from .meter import Meter
@@ -130,7 +131,9 @@ class _Measured:
             if self.manager.stopping:
                 raise _GenerationCancelled
             if (seed := vars(config).pop("seed", None)) is not None:
-                torch.manual_seed(seed)
+                set_seed(seed)
+            elif is_seeded(self.model.device):
+                torch.seed()  # or this text would follow from the seed of an earlier request
             out = self.model.generate(**kwargs)
         except _GenerationCancelled:
             meter.texts.labels("cancelled").inc()

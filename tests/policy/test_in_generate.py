@@ -27,7 +27,7 @@ from hf_spec.policy.adaptive import AdaptiveLength
 from hf_spec.policy.base import DraftPlan, DraftSource
 from hf_spec.policy.cost import MeasuredCost, ShapeCost
 from hf_spec.policy.fixed import FixedLength
-from hf_spec.sampling import is_seeded
+from hf_spec.sampling import is_seeded, set_seed
 
 pytestmark = pytest.mark.clock
 
@@ -106,6 +106,16 @@ def test_seeds_that_a_gpu_draws_itself_are_not_taken_for_set(seed: int) -> None:
     assert not is_seeded(torch.device("cpu"))
     torch.manual_seed((1 << 32) - 1)
     assert is_seeded(torch.device("cpu"))
+
+
+def test_every_seed_of_commands_and_servers_counts_as_set_and_repeats() -> None:
+    drawn = []
+    for seed, process in ((5, 0), (5, 1), (5, 2), (1 << 40, 0), (-1, 3), (5, 0), (-1, 3)):
+        torch.seed()
+        set_seed(seed, process)
+        assert is_seeded(torch.device("cpu"))
+        drawn.append(torch.rand(()).item())
+    assert drawn[5:] == [drawn[0], drawn[4]] and len(set(drawn[:5])) == 5
 
 
 def test_what_changes_times_or_acceptance_has_a_profile_of_its_own() -> None:

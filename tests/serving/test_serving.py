@@ -88,6 +88,11 @@ def test_sampled_texts_are_those_of_the_seed(one_by_one):
     options = {"temperature": 0.8, "extra_body": {"generation_config": '{"do_sample": true, "max_new_tokens": 20}'}}
     one, same, other = (one_by_one.complete(PROMPTS[0], 20, seed=seed, **options) for seed in (1, 1, 2))
     assert one == same != other
+    after, hot = [], options | {"temperature": 1.5}
+    for _ in range(2):  # a text without a seed does not follow from the seed of an earlier request
+        one_by_one.complete(PROMPTS[0], 1, seed=1, **options)
+        after.append(one_by_one.complete(PROMPTS[0], 20, **hot))
+    assert after[0] != after[1]
 
 
 def test_a_crowd_is_answered_and_nothing_stays(client):
