@@ -22,7 +22,7 @@ from .batching.hooks import KEYWORDS, documented
 from .batching.start import refuse_while_engine_decodes
 from .checkpoints.kinds import register_auto_classes
 from .checkpoints.resolve import EARLY_EXIT, as_speculator, with_tokenizers
-from .decode.entry import Decoding, Stream, decode_with, refuse_other_ways
+from .decode.entry import Decoding, decode_with, refuse_other_ways, streaming
 from .decode.options import option
 from .decode.outputs import (
     SpeculativeOutput,
@@ -257,18 +257,13 @@ def _speculate(
 ) -> Any:
     """Call ``plain`` with our loop as its way of decoding; ``ends_stream``: also where the call is refused."""
     kwargs = dict(given)
-    stream = Stream(kwargs.pop("streamer")) if kwargs.get("streamer") is not None else None
-    try:
+    with streaming(kwargs, ends_stream) as stream:
         refuse_other_ways(model, kwargs)
         refuse_while_engine_decodes(model)
         speculator = _with_exit_layer(model, speculator, kwargs)
         tokenizer, other = kwargs.pop("tokenizer", None), kwargs.pop("assistant_tokenizer", None)
         found = as_speculator(speculator, model) if other is None else _translated(speculator, model, other, tokenizer)
         return decode_with(plain, model, found, config, num_speculative_tokens, kwargs, stream, tokenizer)
-    except BaseException:
-        if stream is not None and ends_stream and not stream.began:
-            stream.end()  # who reads it, in another thread, would wait for ever
-        raise
 
 
 def _with_exit_layer(model: Any, speculator: Any, kwargs: dict[str, Any]) -> Any:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
@@ -113,6 +115,22 @@ class Stream(BaseStreamer):
         self.inner.end()
 
 
+@contextmanager
+def streaming(kwargs: dict[str, Any], ends: bool = True) -> Iterator[Stream | None]:
+    """Take the streamer out of ``kwargs``, and end it if the call fails before it has got anything, where it ``ends``.
+
+    Who reads it, in another thread, would wait for ever.
+    """
+    given = kwargs.pop("streamer", None)
+    stream = None if given is None else Stream(given)
+    try:
+        yield stream
+    except BaseException:
+        if stream is not None and ends and not stream.began:
+            stream.end()
+        raise
+
+
 def decode_with(
     plain: Any,
     model: Any,
@@ -154,15 +172,15 @@ def generate(
 
     Files that a draft saves ``with_code`` decode by this. All else is as in ``generate(..., speculator=draft)``.
     """
-    if not isinstance(speculator, Speculator):
-        raise TypeError(
-            f"speculator is a {type(speculator).__name__}; pass the draft itself, as AutoModel.from_pretrained(..., "
-            "trust_remote_code=True) gives it"
-        )
-    refuse_other_ways(model, kwargs)
-    streamer = kwargs.pop("streamer", None)
-    settings = speculation_config, num_speculative_tokens
-    return decode_with(type(model).generate, model, speculator, *settings, kwargs, streamer, tokenizer)
+    with streaming(kwargs) as stream:
+        if not isinstance(speculator, Speculator):
+            raise TypeError(
+                f"speculator is a {type(speculator).__name__}; pass the draft itself, as "
+                "AutoModel.from_pretrained(..., trust_remote_code=True) gives it"
+            )
+        refuse_other_ways(model, kwargs)
+        settings = speculation_config, num_speculative_tokens
+        return decode_with(type(model).generate, model, speculator, *settings, kwargs, stream, tokenizer)
 
 
 def refuse_other_ways(model: PreTrainedModel, kwargs: dict[str, Any]) -> None:

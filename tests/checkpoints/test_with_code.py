@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModel, AutoModelForCausalLM, dynamic_module_utils
+from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, TextIteratorStreamer, dynamic_module_utils
 
 import hf_spec
 from hf_spec import AutoDraftModel, DraftModel, SpeculationConfig, demo
@@ -20,6 +20,7 @@ from hf_spec.bundle import FILE, GENERATE, code_files
 from hf_spec.bundling import DECODING, IMPORT, absolute, needed
 from hf_spec.checkpoints.kinds import DRAFT_MODELS
 from hf_spec.cli import main
+from hf_spec.decode.entry import generate
 from hf_spec.scoring.hooks import wraps
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -38,7 +39,7 @@ class Blocked:
 
 sys.meta_path.insert(0, Blocked())
 from pathlib import Path
-from transformers import AutoModel, AutoModelForCausalLM
+from transformers import AutoModel, AutoModelForCausalLM, GenerationConfig
 
 torch.set_num_threads(1)
 folder, target_path, examples = map(Path, sys.argv[1:])
@@ -56,12 +57,11 @@ for name, (inputs, logits) in given["drafts"].items():
     with torch.no_grad():
         draft.bind(target)
         assert torch.equal(draft(**inputs).logits, logits), name
-    for number in (None, 3):
-        out = target.generate(
-            given["ids"], custom_generate=str(folder / name), speculator=draft, num_speculative_tokens=number, **call
-        )
+    as_dict = GenerationConfig(speculation_config={"num_speculative_tokens": 3})
+    for asked in ({}, {"num_speculative_tokens": 3}, {"generation_config": as_dict}):
+        out = target.generate(given["ids"], custom_generate=str(folder / name), speculator=draft, **asked, **call)
         assert torch.equal(out.sequences, given["plain"]), name
-        assert out.speculation.emitted and (number is None or out.speculation.proposed)
+        assert out.speculation.emitted and (not asked or "as asked for" in out.speculation.draft_lengths)
     draft.save_pretrained(folder / f"{name}-again")
 for speculator in (draft, "ngram"):
     try:
@@ -283,6 +283,15 @@ def test_code_of_a_draft_decodes_with_a_draft_or_not_at_all(target: Any) -> None
     exec(GENERATE, names)  # what transformers does with the file
     with pytest.raises(TypeError, match=r"pass speculator=draft, .* none was passed"):
         names["generate"](target, inputs=torch.tensor(IDS), **CALL)
+
+
+def test_a_refused_call_ends_the_stream_that_another_thread_may_read(target: Any) -> None:
+    draft = AutoDraftModel.from_pretrained(demo.path("draft-eagle3"), target, dtype=torch.float32)
+    for given in ({"num_beams": 2}, {"speculation_config": 3}, {"assistant_model": target}):
+        stream = TextIteratorStreamer(AutoTokenizer.from_pretrained(demo.path()), timeout=5)
+        with pytest.raises((ValueError, TypeError)):
+            generate(target, draft, inputs=torch.tensor(IDS), streamer=stream, **{**CALL, **given})
+        assert list(stream) == [""]
 
 
 def test_a_wrapper_is_known_below_another_one() -> None:
