@@ -167,6 +167,9 @@ def with_tokenizers(speculator: Any, target: PreTrainedModel, tokenizer: Any, ta
 
 def _suggestion(name: str) -> str:
     """Suggest what the user meant by a ``name`` that does not exist; "" without an idea."""
+    if name == "history" or name.startswith("history+"):
+        own = "NgramSpeculator(history_size=100_000)" if name == "history" else "HybridSpeculator(draft)"
+        return f" (a word of the commands; in Python, pass hf_spec.{own})"
     if near := difflib.get_close_matches(name.lower(), KEYWORDS, 1):
         return f" (did you mean {near[0]!r}?)"
     is_kind = name.lower() in config_classes()
