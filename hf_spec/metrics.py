@@ -6,8 +6,6 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from itertools import chain
-from operator import itemgetter
 from typing import Any, Literal
 
 import torch
@@ -273,19 +271,20 @@ class SpeculationStats:
             stats.tokens += text
             stats.drafted += [True] * held + [False] * (len(text) - held) if text else ()
 
-    def plain_steps(self, rows: Sequence[int], emitted: Sequence[Sequence[Sequence[int]]]) -> None:
-        """Count plain steps in a row: ``emitted[i][b]`` holds the token of ``rows[b]`` in the i-th of them."""
-        if not emitted:
+    def plain_steps(self, rows: Sequence[int], tokens: Sequence[Sequence[int]]) -> None:
+        """Count plain steps in a row: ``tokens[b]`` are those of ``rows[b]``, one of each step."""
+        if not tokens:
             return
-        self.steps += len(emitted)
+        steps = len(tokens[0])
+        self.steps += steps
         seconds = time.perf_counter() - self._start - self.time_to_first_token
-        for place, row in enumerate(rows):
+        for row, text in zip(rows, tokens, strict=True):
             stats = self.per_row[row]
-            stats.steps += len(emitted)
-            stats.emitted += len(emitted)
+            stats.steps += steps
+            stats.emitted += steps
             stats.seconds = seconds
-            stats.tokens += chain.from_iterable(map(itemgetter(place), emitted))
-            stats.drafted += [False] * len(emitted)
+            stats.tokens += text
+            stats.drafted += [False] * steps
 
     def finish(self, plain_step: float = 0.0) -> None:
         """Record the total time; ``plain_step`` are the seconds of a plain step of all rows, if one was measured."""

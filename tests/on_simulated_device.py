@@ -159,7 +159,8 @@ def test_states_are_moved_without_waiting() -> None:
 
 
 def test_an_engines_drafters_are_told_without_waiting() -> None:
-    rows = [Row(str(unread), None, SpeculationStats(1), unread=unread) for unread in ([5, 6], [7])]
+    asked = [types.SimpleNamespace(generated_tokens=tokens) for tokens in ([5, 6], [7])]
+    rows = [Row(str(one), one, SpeculationStats(1)) for one in asked]
     take_waits()
     told = accepted_of(rows, THERE)
     assert (told.amounts, told.emitted) == ([2, 1], [[5, 6], [7]])

@@ -54,29 +54,29 @@ class RequestProposal:
 class Row:
     """The state of one request. ``request`` is the engine's own object; a request that restarts gets a new one.
 
-    ``features`` belong to the part of the prompt that was read, (1, tokens, widths) each. ``unread`` tokens were
-    emitted in ``steps`` steps, and no drafter has read them yet. ``proposal`` is what the next step scores.
+    ``features`` belong to the part of the prompt that was read, (1, tokens, widths) each. Of its new tokens a drafter
+    has ``read`` so many; the others were emitted in ``steps`` steps. ``proposal`` is what the next step scores.
     """
 
     name: str
     request: Any
     stats: SpeculationStats
     features: list[Tensor] = field(default_factory=list)
-    unread: list[int] = field(default_factory=list)
+    read: int = 0
     unread_features: list[Tensor] = field(default_factory=list)  # (tokens, widths) each, of ``unread``
     steps: int = 0
     proposal: RequestProposal | None = None
 
-    def add_unread(self, tokens: list[int], features: Tensor | None) -> None:
-        """Keep the tokens that a step emitted for the next drafting; ``features`` are (tokens, widths)."""
-        self.unread += tokens
-        self.steps += 1
-        if features is not None:
-            self.unread_features.append(features)
+    @property
+    def unread(self) -> list[int]:
+        """Return the new tokens that no drafter has read."""
+        tokens: list[int] = self.request.generated_tokens
+        return tokens[self.read :]
 
     def store_proposal(self, proposal: RequestProposal) -> None:
         """Store a new proposal; its drafter has read all emitted tokens."""
-        self.unread, self.unread_features, self.steps, self.proposal = [], [], 0, proposal
+        self.read, self.steps = len(self.request.generated_tokens), 0
+        self.unread_features, self.proposal = [], proposal
 
 
 class Drafters:
@@ -111,7 +111,7 @@ class Drafters:
         had_backlog = bool(new) or any(row.steps > 1 for row in rows)
         for drafter, together in self._groups:
             # A joined drafter has one draft KV cache, whose rows must grow together.
-            if all(row.unread for row in together):
+            if all(row.steps for row in together):
                 proposals = split_proposal(ask(drafter, together, accepted_of(together, self._device), limit))
                 for row, proposal in zip(together, proposals, strict=True):
                     row.store_proposal(proposal)

@@ -15,6 +15,7 @@ too. They lie after the position (``position_offset``) at which the next tokens 
 from __future__ import annotations
 
 import itertools
+import time
 import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -192,7 +193,8 @@ class _Processor(ContinuousBatchProcessor):
 
     speculation: Speculation
     invariance: Invariance | None  # the mode of the model when the processor was made
-    _scored: list[Scored]
+    _is_plain: bool  # the last step was one of a run of plain steps
+    _scored: list[Scored]  # in the last other step
     _emitted: list[Emitted] | None  # None if a draft token has made scores NaN or infinite
 
     @property
@@ -206,30 +208,67 @@ class _Processor(ContinuousBatchProcessor):
 
     @torch.no_grad()
     def _generation_step(self, model: nn.Module) -> None:
+        if invariance_of(model) is not self.invariance:
+            raise RuntimeError("hf_spec.invariant began or ended while the engine ran; stop the engine before that")
         io = self._io
+        self._is_plain = self.speculation.begins_plain_step([future.state for future in io.requests_in_batch])
         with stream_context(io.compute_stream):
-            features = self._verify(model)
-            if self._emitted is None:
-                self._remove_draft_tokens()
-                features = self._verify(model)
-            emitted = cast(list[Emitted], self._emitted)
-            self._store_prompt_features(features)
-            read = [_at(features, place, new.path) for place, new in zip(self._places, emitted, strict=True)]
-            no_prompts = len(emitted) == len(io.requests_in_batch)
-            self.speculation.record_step(self._scored, emitted, read, no_prompts)
-            self._move_accepted_keys(emitted)
-            self._write_last_tokens(emitted)
+            if self._is_plain:
+                self._plain_step(model)
+            else:
+                self._step(model)
 
-    def _verify(self, model: nn.Module) -> Tensor | None:
-        """Score and verify what each request of the batch proposed; return the features of all packed tokens."""
-        futures, speculation = self._io.requests_in_batch, self.speculation
-        self._scored = [self._scored_part(future) for future in futures if future.has_new_token]
-        rows = [one.row for one in self._scored]
-        with speculation.timed("target", rows):
-            logits, features = self._forward(model)
-        with speculation.timed("verify", rows):
-            self._emitted = speculation.verify(self._scored, logits, self._warp, self.return_logprobs)
-        return features
+    def _plain_step(self, model: nn.Module) -> None:
+        """Score and verify the roots alone, where each request of the batch has one and nothing else."""
+        io, speculation, start = self._io, self.speculation, time.perf_counter()
+        kwargs: Any = io.get_model_kwargs()
+        if self.invariance is not None:
+            kwargs["attention_mask"] = self._invariant_masks({})
+        logits, features = self._forward(model, kwargs)
+        scored = time.perf_counter()
+        roots = kwargs["input_ids"][0]
+        tokens, log_probs = speculation.verify_roots(roots, logits[:, None], self._warp, self.return_logprobs)
+        io.output_ids[0, : len(tokens)] = tokens
+        if log_probs is not None:
+            io.output_ids[1, : len(tokens)] = log_probs.float().view(io.output_ids.dtype)
+        speculation.record_plain_step(features, scored - start, time.perf_counter() - scored)
+
+    def _step(self, model: nn.Module) -> None:
+        io, start = self._io, time.perf_counter()
+        features, scored = self._verify(model)
+        if self._emitted is None:
+            self._remove_draft_tokens()
+            features, scored = self._verify(model)
+        emitted = cast(list[Emitted], self._emitted)
+        self._store_prompt_features(features)
+        read = [_at(features, place, new.path) for place, new in zip(self._places, emitted, strict=True)]
+        no_prompts = len(emitted) == len(io.requests_in_batch)
+        seconds = scored - start, time.perf_counter() - scored
+        self.speculation.record_step(self._scored, emitted, read, no_prompts, *seconds)
+        self._move_accepted_keys(emitted)
+        self._write_last_tokens(emitted)
+
+    def _verify(self, model: nn.Module) -> tuple[Tensor | None, float]:
+        """Score and verify what each request of the batch proposed.
+
+        Return the features of all packed tokens, and when verification began.
+        """
+        io = self._io
+        self._scored = [self._scored_part(future) for future in io.requests_in_batch if future.has_new_token]
+        kwargs: Any = io.get_model_kwargs()
+        self._mask_trees(kwargs)
+        places = self._places
+        kwargs["logits_indices"] = to_device([node for row in places for node in row] or [0], self.model_device)
+        logits, features = self._forward(model, kwargs)
+        width = max(map(len, places), default=1)
+        if width > 1:
+            ends = itertools.accumulate(map(len, places))
+            nodes = [(end - len(place), end - 1) for end, place in zip(ends, places, strict=True)]
+            filled = [[min(first + node, last) for node in range(width)] for first, last in nodes]
+            logits = logits[to_device(filled, logits.device)]
+        scored, logits = time.perf_counter(), logits.view(-1, width, logits.shape[-1])
+        self._emitted = self.speculation.verify(self._scored, logits, self._warp, self.return_logprobs)
+        return features, scored
 
     def _remove_draft_tokens(self) -> None:
         """Prepare the batch again without draft tokens, one of which has made the scores of others NaN."""
@@ -259,28 +298,15 @@ class _Processor(ContinuousBatchProcessor):
         proposal = ROOT if row.proposal is None else row.proposal.truncate(future.query_length)
         return Scored(row, proposal, _remaining(state), state._eos_token_ids)
 
-    def _forward(self, model: nn.Module) -> tuple[Tensor, Tensor | None]:
-        """Return logits (rows, nodes, vocabulary), the shorter rows padded with their last node, and the features
-        of all packed tokens, (1, tokens, widths)."""
-        if invariance_of(model) is not self.invariance:
-            raise RuntimeError("hf_spec.invariant began or ended while the engine ran; stop the engine before that")
-        io, features, places = self._io, self.speculation.features, self._places
-        kwargs: Any = io.get_model_kwargs()
-        self._mask_trees(kwargs)
-        index = to_device([place for row in places for place in row] or [0], self.model_device)
-        kwargs["logits_indices"] = index
-        if self.model_runner.supports_logits_to_keep(model):
+    def _forward(self, model: nn.Module, kwargs: Any) -> tuple[Tensor, Tensor | None]:
+        """Return the logits that ``logits_indices`` ask for, (nodes, vocabulary), and the features of all packed
+        tokens, (1, tokens, widths)."""
+        features, index = self.speculation.features, kwargs["logits_indices"]
+        if keeps := self.model_runner.supports_logits_to_keep(model):
             kwargs["logits_to_keep"] = index
         with features.watching() as caught:
             outputs: Any = model(**kwargs, **features.asked)
-        logits = outputs.logits[0] if "logits_to_keep" in kwargs else outputs.logits[0, index]
-        width = max(map(len, places), default=1)
-        if width > 1:
-            ends = itertools.accumulate(map(len, places))
-            nodes = [(end - len(place), end - 1) for end, place in zip(ends, places, strict=True)]
-            filled = [[min(first + node, last) for node in range(width)] for first, last in nodes]
-            logits = logits[to_device(filled, logits.device)]
-        return logits.view(-1, width, logits.shape[-1]), features.joined(outputs, caught)
+        return outputs.logits[0] if keeps else outputs.logits[0, index], features.joined(outputs, caught)
 
     def _mask_trees(self, kwargs: Any) -> None:
         """Give nodes of trees the positions of their depth, and hide other branches from them."""
@@ -386,17 +412,23 @@ class _Processor(ContinuousBatchProcessor):
 
     @torch.no_grad()
     def update_batch(self) -> None:
-        futures = [future for future in self._io.requests_in_batch if future.has_new_token]
-        for future, one, new in zip(futures, self._scored, self._emitted or [], strict=True):
-            self._emit(future, one, new)
-        super().update_batch()
-        self._pass_features_to_forks()
         active = self.scheduler.active_requests
+        before, forks = len(active), bool(self.scheduler._requests_to_fork)
+        if not self._is_plain:
+            futures = [future for future in self._io.requests_in_batch if future.has_new_token]
+            for future, one, new in zip(futures, self._scored, self._emitted or [], strict=True):
+                self._emit(future, one, new)
+        super().update_batch()
+        if forks:
+            self._pass_features_to_forks()
+        if self._is_plain and len(active) == before and not forks and self.speculation.is_planned():
+            return
         continuing = [one.row for one in self._scored if active.get(one.row.name) is one.row.request]
-        self.speculation.propose(continuing, [_remaining(row.request) for row in continuing], self._warp)
-        for row in continuing:
-            if row.proposal is not None:
-                row.request.tokens_to_process = list(row.proposal.tokens)
+        remaining = [_remaining(row.request) for row in continuing]
+        if self.speculation.propose(continuing, remaining, self._warp):
+            for row in continuing:
+                if row.proposal is not None:
+                    row.request.tokens_to_process = list(row.proposal.tokens)
 
     def _emit(self, future: FutureRequestState, scored: Scored, emitted: Emitted) -> None:
         """Give a request all new tokens but the last, which transformers adds itself, and roll back rejected ones."""

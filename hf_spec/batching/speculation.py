@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import operator
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from transformers import PreTrainedModel
 from ..decode.draft_length import Situation, draft_length_policy
 from ..drafts.base import AcceptedTokens, DraftContext, Drafter, Speculator, ask
 from ..invariance.mode import is_invariant
-from ..metrics import Counts, Part, SpeculationStats
+from ..metrics import Counts, SpeculationStats
 from ..parallel import ModelParallelGroup
 from ..policy.base import MAX_LENGTH, StepObservation
 from ..policy.fixed import unbounded
@@ -54,6 +55,22 @@ class Emitted:
     path: list[int]
     accepted: int
     log_probs: list[float] | None
+
+
+@dataclass
+class PlainRun:
+    """Plain steps of the same ``requests``, one after the other, which are counted together.
+
+    ``planned`` more of them need no new plan. ``steps`` were not counted yet; ``features`` are (rows, widths) of each.
+    """
+
+    rows: Sequence[Row]
+    requests: list[Any]
+    planned: int = 0
+    steps: int = 0
+    target_seconds: float = 0.0
+    verify_seconds: float = 0.0
+    features: list[Tensor] = field(default_factory=list)
 
 
 class _DraftLogProbs:
@@ -109,8 +126,10 @@ class Speculation:
         self._rows: dict[str, Row] = {}
         self._drafters = Drafters(model.device)
         self._draft_log_probs = _DraftLogProbs()
+        self._run: PlainRun | None = None
         # Of the last drafting: the number of rows, its start in seconds, and whether a drafter had a backlog.
         self._last_plan: tuple[int, float, bool] | None = None
+        self._kept: list[Any] = []  # the requests that ``keep`` was last told of
 
     @property
     def max_draft_tokens(self) -> int:
@@ -137,6 +156,10 @@ class Speculation:
 
     def keep(self, requests: dict[str, Any]) -> None:
         """Drop the state of all requests but these, by name."""
+        if _are_same(kept := list(requests.values()), self._kept):
+            return
+        self._end_run()
+        self._kept = kept
         self._rows = {name: row for name, row in self._rows.items() if requests.get(name) is row.request}
         self._drafters.keep(set(self._rows.values()))
 
@@ -150,19 +173,11 @@ class Speculation:
         row = self._rows.get(name)
         if row is None:
             return None
+        self._count_run()
         if finished:
             row.stats.finish()
             row.stats.draft_lengths, row.stats.invariant = str(self.policy), is_invariant(self.model)
         return row.stats
-
-    @contextlib.contextmanager
-    def timed(self, part: Part, rows: Sequence[Row]) -> Iterator[None]:
-        """Add the time spent inside to a ``part`` of the step that ``rows`` share."""
-        start = time.perf_counter()
-        yield
-        seconds = time.perf_counter() - start
-        for row in rows:
-            row.stats.book(part, seconds)
 
     # -- verify -------------------------------------------------------------------------------------------------------
 
@@ -195,28 +210,106 @@ class Speculation:
                 emitted[i] = Emitted(result.emitted[number], path, accepted, likelihood and likelihood[:count])
         return [new for new in emitted if new is not None]
 
+    # -- plain steps --------------------------------------------------------------------------------------------------
+
+    def begins_plain_step(self, requests: Sequence[Any]) -> bool:
+        """Tell whether the run of plain steps goes on with a batch of ``requests``; it ends if not."""
+        if self._run is not None and _are_same(requests, self._run.requests):
+            return True
+        self._end_run()
+        return False
+
+    def verify_roots(self, roots: Tensor, logits: Tensor, warp: Warp, log_probs: bool) -> tuple[Tensor, Tensor | None]:
+        """Return the token after each of ``roots`` (rows,), and its log-probability if wanted, from ``logits``.
+
+        The rows are those of the run; ``logits`` are (rows, 1, vocabulary).
+        """
+        assert self._run is not None
+        scores = WarpedScores(logits, functools.partial(warp, self._run.requests))
+        result = self._verifier(Proposal.nothing(roots), scores, _one_each)
+        assert result is not None  # there is no draft token to blame
+        return result.tokens[:, 0], _log_probs(result, scores.at_all_nodes())[:, 0] if log_probs else None
+
+    def record_plain_step(self, features: Tensor | None, target_seconds: float, verify_seconds: float) -> None:
+        """Record a step of the run; ``features`` are (1, rows, widths)."""
+        run = self._run
+        assert run is not None
+        run.steps += 1
+        run.target_seconds += target_seconds
+        run.verify_seconds += verify_seconds
+        if features is not None:
+            run.features.append(features[0])
+        none = [0] * len(run.rows)
+        self._observe(True, none, none)
+
+    def is_planned(self) -> bool:
+        """Tell whether the next step is a plain one by an earlier plan, if the same requests take it."""
+        if self._run is None or not self._run.planned:
+            return False
+        self._run.planned -= 1
+        self._last_plan = len(self._run.rows), time.perf_counter(), False
+        return True
+
+    def _begin_run(self, rows: Sequence[Row], planned: int) -> None:
+        """Let the next step be the first of ``planned`` plain ones; a run of the same rows goes on."""
+        requests = [row.request for row in rows]
+        if self._run is None or not _are_same(requests, self._run.requests):
+            self._end_run()
+            self._run = PlainRun(rows, requests)
+        self._run.planned = planned - 1
+
+    def _end_run(self) -> None:
+        self._count_run()
+        self._run = None
+
+    def _count_run(self) -> None:
+        """Count the steps of the run so far in the statistics of its requests."""
+        if (run := self._run) is None or not (steps := run.steps):
+            return
+        features = torch.stack(run.features, dim=1) if run.features else None  # (rows, steps, widths)
+        for place, row in enumerate(run.rows):
+            row.steps += steps
+            if features is not None:
+                row.unread_features.append(features[place].clone())  # a view would keep all features alive
+            row.stats.target_seconds += run.target_seconds
+            row.stats.verify_seconds += run.verify_seconds
+            row.stats.plain_steps([0], [row.request.generated_tokens[-steps:]])
+        self.counts.steps += steps * len(run.rows)
+        self.counts.emitted += steps * len(run.rows)
+        run.steps, run.target_seconds, run.verify_seconds, run.features = 0, 0.0, 0.0, []
+
     # -- observe and draft --------------------------------------------------------------------------------------------
 
     def record_step(
-        self, scored: Sequence[Scored], emitted: Sequence[Emitted], features: Sequence[Tensor | None], no_prompts: bool
+        self,
+        scored: Sequence[Scored],
+        emitted: Sequence[Emitted],
+        features: Sequence[Tensor | None],
+        no_prompts: bool,
+        target_seconds: float,
+        verify_seconds: float,
     ) -> None:
         """Record what was ``emitted``; ``features`` (tokens, widths) are those of the node before each token.
 
         ``no_prompts``: the forward read no prompt, so its time is that of a decoding step.
         """
-        counted = []
+        proposed, accepted = [], []
         for one, new, states in zip(scored, emitted, features, strict=True):
-            row = one.row
-            row.add_unread(new.tokens, states)
-            if not row.stats.time_to_first_token:
-                row.stats.prefilled(new.tokens)
+            row, stats = one.row, one.row.stats
+            stats.target_seconds += target_seconds
+            stats.verify_seconds += verify_seconds
+            row.steps += 1
+            if states is not None:
+                row.unread_features.append(states)
+            if not stats.time_to_first_token:
+                stats.prefilled(new.tokens)
                 continue
-            proposed, depth = one.proposal.size, one.proposal.depth
-            row.stats.step([0], [proposed], [new.accepted], [len(new.tokens)], [depth], [new.tokens])
-            self.counts.add_step(proposed, new.accepted, len(new.tokens), depth)
-            counted.append((depth, new.accepted))
-        is_timed = no_prompts and len(counted) == len(scored)
-        self._observe(is_timed, [depth for depth, _ in counted], [accepted for _, accepted in counted])
+            size, depth = one.proposal.size, one.proposal.depth
+            stats.step([0], [size], [new.accepted], [len(new.tokens)], [depth], [new.tokens])
+            self.counts.add_step(size, new.accepted, len(new.tokens), depth)
+            proposed.append(depth)
+            accepted.append(new.accepted)
+        self._observe(no_prompts and len(proposed) == len(scored), proposed, accepted)
 
     def _observe(self, is_timed: bool, proposed: list[int], accepted: list[int]) -> None:
         """Report a step to the policy; its seconds only if ``is_timed`` and the same rows drafted, without backlog."""
@@ -229,27 +322,37 @@ class Speculation:
             seconds = time.perf_counter() - start if rows == len(proposed) and not had_backlog else None
         self.policy.observe(StepObservation(max(proposed), seconds, proposed, accepted))
 
-    def propose(self, rows: Sequence[Row], remaining: Sequence[int], warp: Warp) -> None:
+    def propose(self, rows: Sequence[Row], remaining: Sequence[int], warp: Warp) -> bool:
         """Draft for requests that continue; of each, at most ``remaining`` draft tokens may be emitted.
 
-        ``warp`` is not stored: it belongs to the engine, which refers to this object.
+        Return whether there are draft tokens. ``warp`` is not stored: it belongs to the engine, which refers to this
+        object.
         """
         if not rows:
-            return
-        start, had_backlog = time.perf_counter(), False
-        with self.timed("propose", rows):
-            longest = min(self.policy.longest, MAX_LENGTH)
-            estimate = self.policy.acceptance.estimate(self._source, len(rows), longest)
-            self.policy.plan(len(rows), [estimate])
-            limit = min(self.policy.planned, max(remaining))
+            return False
+        start, had_backlog, drafts = time.perf_counter(), False, False
+        longest = min(self.policy.longest, MAX_LENGTH)
+        plan = self.policy.plan(len(rows), [self.policy.acceptance.estimate(self._source, len(rows), longest)])
+        planned = self.policy.planned
+        limit = min(planned, max(remaining))
+        for row in rows:
+            row.proposal = None
+        if limit > 0:
+            self._end_run()
+            ask = functools.partial(self._ask, dict(zip(rows, remaining, strict=True)), warp)
+            had_backlog = self._drafters.propose(rows, limit, self._start, ask)
             for row in rows:
-                row.proposal = None
-            if limit > 0:
-                ask = functools.partial(self._ask, dict(zip(rows, remaining, strict=True)), warp)
-                had_backlog = self._drafters.propose(rows, limit, self._start, ask)
-                for row in rows:
-                    row.proposal = row.proposal and row.proposal.truncate(1 + self.max_draft_tokens)
+                row.proposal = row.proposal and row.proposal.truncate(1 + self.max_draft_tokens)
+                drafts |= row.proposal is not None and len(row.proposal.tokens) > 1
+        if drafts:
+            self._end_run()
+        else:
+            self._begin_run(rows, 1 if planned else plan.plain_steps)
+        seconds = time.perf_counter() - start
+        for row in rows:
+            row.stats.propose_seconds += seconds
         self._last_plan = len(rows), start, had_backlog
+        return drafts
 
     def _ask(
         self,
@@ -273,6 +376,15 @@ class Speculation:
         asked = (self.model, prompt, mask, features, self.config, self._draft_log_probs, sample)
         request = DraftContext(*asked, policy=unbounded(self.policy.acceptance))
         return self.speculator.drafter(request)
+
+
+def _are_same(some: Sequence[Any], others: Sequence[Any]) -> bool:
+    """Tell whether two lists hold the same objects."""
+    return len(some) == len(others) and all(map(operator.is_, some, others))
+
+
+def _one_each(emitted: Sequence[Sequence[int]]) -> list[int]:
+    return [1] * len(emitted)
 
 
 def _cut(scored: Sequence[Scored], emitted: Sequence[Sequence[int]]) -> list[int]:

@@ -6,6 +6,7 @@ import functools
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -198,7 +199,7 @@ class Call:
         finally:
             self.stats.book("target", scoring)
             self.stats.book("verify", verifying)
-            self.stats.plain_steps(self.rows, emitted)
+            self.stats.plain_steps(self.rows, [[*chain.from_iterable(row)] for row in zip(*emitted, strict=True)])
 
     def _drop_finished(self, going_on: list[int], index: Tensor) -> None:
         """Drop the other rows; a cache that is handed back first gets the last token of those that ended early.

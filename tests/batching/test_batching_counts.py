@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -159,13 +160,15 @@ def test_steps_that_read_prompts_do_not_say_how_long_steps_take(monkeypatch: pyt
 
 
 def row_of(prompt: list[int], *told: list[int]) -> Row:
-    class Asked:
-        initial_tokens = prompt
-
-    row = Row(str(prompt), Asked(), SpeculationStats(1))
+    row = Row(str(prompt), SimpleNamespace(initial_tokens=prompt, generated_tokens=[]), SpeculationStats(1))
     for tokens in told:
-        row.add_unread(tokens, None)
+        emit(row, tokens)
     return row
+
+
+def emit(row: Row, tokens: list[int]) -> None:
+    row.request.generated_tokens += tokens
+    row.steps += 1
 
 
 def test_drafters_that_catch_up_are_late() -> None:
@@ -184,17 +187,17 @@ def test_drafters_that_catch_up_are_late() -> None:
     one, other = row_of([10, 11, 12, 10], [11]), row_of([20, 21, 20], [21])
     assert drafters.propose([one], 3, start, asked), "it is new"
     assert one.proposal is not None and one.proposal.tokens == [11, 12, 10, 11]
-    one.add_unread([12], None)
+    emit(one, [12])
     assert not drafters.propose([one], 3, start, asked)
-    one.add_unread([10], None)
+    emit(one, [10])
     assert drafters.propose([one, other], 2, start, asked), "the other is new"
     assert other.proposal is not None and other.proposal.tokens[:2] == [21, 20]
     for row, steps in ((one, ([11], [12])), (other, ([20],))):
         for tokens in steps:
-            row.add_unread(tokens, None)
+            emit(row, tokens)
     assert drafters.propose([one, other], 3, start, asked), "one has two steps to read"
     assert limits == [(3, 1), (3, 1), (2, 2), (3, 2)] and (one.steps, one.unread) == (0, [])
-    one.add_unread([10], None)
+    emit(one, [10])
     assert not drafters.propose([one], 3, start, asked) and len(limits) == 4, "the other one was not in the batch"
 
 
