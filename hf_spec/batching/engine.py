@@ -33,7 +33,6 @@ from transformers.generation.continuous_batching.requests import (
     RequestState,
     RequestStatus,
 )
-from transformers.generation.continuous_batching.scheduler import FIFOScheduler, PrefillFirstScheduler, Scheduler
 
 from ..device_tensors import to_device
 from ..invariance.columns import Text, mask_of_packed
@@ -41,6 +40,7 @@ from ..invariance.mode import Invariance, invariance_of
 from ..metrics import SpeculationStats
 from ..versions import FullAttentionCacheAllocator, SlidingAttentionCacheAllocator, stream_context
 from .drafting import RequestProposal, join_proposals
+from .scheduling import SCHEDULERS, SpeculativeIOs, SpeculativeScheduler
 from .speculation import Emitted, Scored, Speculation
 
 T = TypeVar("T")
@@ -86,7 +86,8 @@ class SpeculativeManager(ContinuousBatchingManager):
         if not isinstance(made, _Processor):
             made = _as_subclass(_Processor, made)
             made.speculation, made.invariance = self.speculation, self.invariance
-            made.scheduler = _as_subclass(_SUBCLASSES[type(made.scheduler)], made.scheduler)
+            made.scheduler = _as_subclass(SCHEDULERS[type(made.scheduler)], made.scheduler)
+            made.inputs_and_outputs = _as_subclass(SpeculativeIOs, made.inputs_and_outputs)
             if (sliding := made.cache.cache_allocators.get("sliding_attention")) is not None:
                 _Ring.take_over(cast(SlidingAttentionCacheAllocator, sliding), self.speculation.max_draft_tokens)
         self.speculation.keep({})
@@ -125,43 +126,6 @@ class _Router(OutputRouter):
         if output.status == RequestStatus.FINISHED and output.error is None:
             self.speculation.speculator.learn([[*output.prompt_ids, *output.generated_tokens]])
         return RequestOutput(**vars(output), speculation=stats)
-
-
-class _Scheduling(Scheduler):
-    """A scheduler that drops draft tokens that do not fit: a batch must hold them and their request's last token."""
-
-    def _infer_request_tokens(self, state: RequestState, request_ids_to_remove_from_waiting: set[str]) -> list[int]:
-        tokens: list[int] = super()._infer_request_tokens(state, request_ids_to_remove_from_waiting)
-        decodes = state.status == RequestStatus.DECODING and len(tokens) > 1
-        if decodes and not self.cache.can_store_request_tokens(state, len(tokens), dry_run=True):
-            state.tokens_to_process = tokens = tokens[:1]  # the blocks serve other requests better
-        return tokens
-
-    def _schedule_request(
-        self,
-        state: RequestState,
-        request_tokens: list[int],
-        token_budget: int,
-        request_ids_to_remove_from_waiting: set[str],
-    ) -> None:
-        if state.status == RequestStatus.DECODING:
-            state.tokens_to_process = request_tokens[:token_budget]
-        else:
-            super()._schedule_request(state, request_tokens, token_budget, request_ids_to_remove_from_waiting)
-
-
-class _FIFOScheduler(_Scheduling, FIFOScheduler):
-    pass
-
-
-class _PrefillFirstScheduler(_Scheduling, PrefillFirstScheduler):
-    pass
-
-
-_SUBCLASSES: dict[type[Scheduler], type[Scheduler]] = {
-    FIFOScheduler: _FIFOScheduler,
-    PrefillFirstScheduler: _PrefillFirstScheduler,
-}
 
 
 class _Ring(SlidingAttentionCacheAllocator):
@@ -412,8 +376,8 @@ class _Processor(ContinuousBatchProcessor):
 
     @torch.no_grad()
     def update_batch(self) -> None:
-        active = self.scheduler.active_requests
-        before, forks = len(active), bool(self.scheduler._requests_to_fork)
+        scheduler = cast(SpeculativeScheduler, self.scheduler)
+        before, forks = len(scheduler.active_requests), bool(scheduler._requests_to_fork)
         if not self._is_plain:
             futures = [future for future in self._io.requests_in_batch if future.has_new_token]
             for future, one, new in zip(futures, self._scored, self._emitted or [], strict=True):
@@ -421,14 +385,20 @@ class _Processor(ContinuousBatchProcessor):
         super().update_batch()
         if forks:
             self._pass_features_to_forks()
-        if self._is_plain and len(active) == before and not forks and self.speculation.is_planned():
-            return
+        all_stay = self._is_plain and len(scheduler.active_requests) == before and not forks
+        drafts = not (all_stay and self.speculation.is_planned()) and self._draft()
+        if all_stay and not drafts:
+            scheduler.plain_batch = self._io.requests_in_batch
+
+    def _draft(self) -> bool:
+        """Draft for the requests that continue; return whether there are draft tokens."""
+        active = self.scheduler.active_requests
         continuing = [one.row for one in self._scored if active.get(one.row.name) is one.row.request]
-        remaining = [_remaining(row.request) for row in continuing]
-        if self.speculation.propose(continuing, remaining, self._warp):
-            for row in continuing:
-                if row.proposal is not None:
-                    row.request.tokens_to_process = list(row.proposal.tokens)
+        drafts = self.speculation.propose(continuing, [_remaining(row.request) for row in continuing], self._warp)
+        for row in continuing if drafts else ():
+            if row.proposal is not None:
+                row.request.tokens_to_process = list(row.proposal.tokens)
+        return drafts
 
     def _emit(self, future: FutureRequestState, scored: Scored, emitted: Emitted) -> None:
         """Give a request all new tokens but the last, which transformers adds itself, and roll back rejected ones."""

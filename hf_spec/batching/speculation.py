@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import operator
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -26,6 +25,7 @@ from ..scoring.features import Features
 from ..settings import SpeculationConfig
 from ..verify.verifier import StepResult, Verifier, WarpedScores
 from .drafting import Drafters, RequestProposal, Row, join_proposals
+from .scheduling import are_same
 
 # The processed scores (rows, ..., vocabulary) of raw logits of the same shape, by the settings of each request.
 Warp = Callable[[Sequence[Any], Tensor], Tensor]
@@ -156,7 +156,7 @@ class Speculation:
 
     def keep(self, requests: dict[str, Any]) -> None:
         """Drop the state of all requests but these, by name."""
-        if _are_same(kept := list(requests.values()), self._kept):
+        if are_same(kept := list(requests.values()), self._kept):
             return
         self._end_run()
         self._kept = kept
@@ -214,7 +214,7 @@ class Speculation:
 
     def begins_plain_step(self, requests: Sequence[Any]) -> bool:
         """Tell whether the run of plain steps goes on with a batch of ``requests``; it ends if not."""
-        if self._run is not None and _are_same(requests, self._run.requests):
+        if self._run is not None and are_same(requests, self._run.requests):
             return True
         self._end_run()
         return False
@@ -235,6 +235,8 @@ class Speculation:
         run = self._run
         assert run is not None
         run.steps += 1
+        self.counts.steps += len(run.rows)
+        self.counts.emitted += len(run.rows)
         run.target_seconds += target_seconds
         run.verify_seconds += verify_seconds
         if features is not None:
@@ -253,7 +255,7 @@ class Speculation:
     def _begin_run(self, rows: Sequence[Row], planned: int) -> None:
         """Let the next step be the first of ``planned`` plain ones; a run of the same rows goes on."""
         requests = [row.request for row in rows]
-        if self._run is None or not _are_same(requests, self._run.requests):
+        if self._run is None or not are_same(requests, self._run.requests):
             self._end_run()
             self._run = PlainRun(rows, requests)
         self._run.planned = planned - 1
@@ -274,8 +276,6 @@ class Speculation:
             row.stats.target_seconds += run.target_seconds
             row.stats.verify_seconds += run.verify_seconds
             row.stats.plain_steps([0], [row.request.generated_tokens[-steps:]])
-        self.counts.steps += steps * len(run.rows)
-        self.counts.emitted += steps * len(run.rows)
         run.steps, run.target_seconds, run.verify_seconds, run.features = 0, 0.0, 0.0, []
 
     # -- observe and draft --------------------------------------------------------------------------------------------
@@ -376,11 +376,6 @@ class Speculation:
         asked = (self.model, prompt, mask, features, self.config, self._draft_log_probs, sample)
         request = DraftContext(*asked, policy=unbounded(self.policy.acceptance))
         return self.speculator.drafter(request)
-
-
-def _are_same(some: Sequence[Any], others: Sequence[Any]) -> bool:
-    """Tell whether two lists hold the same objects."""
-    return len(some) == len(others) and all(map(operator.is_, some, others))
 
 
 def _one_each(emitted: Sequence[Sequence[int]]) -> list[int]:

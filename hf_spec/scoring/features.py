@@ -53,9 +53,12 @@ class Features:
         """List the layers whose states are captured by hooks."""
         return [*self._read.values(), *self._watched.values()]
 
-    @contextlib.contextmanager
-    def watching(self) -> Iterator[dict[int, Tensor]]:
+    def watching(self) -> contextlib.AbstractContextManager[dict[int, Tensor]]:
         """Capture states in the forwards of this context, by layer number."""
+        return self._watching() if self._read or self._watched else contextlib.nullcontext({})
+
+    @contextlib.contextmanager
+    def _watching(self) -> Iterator[dict[int, Tensor]]:
         caught: dict[int, Tensor] = {}
 
         def read(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
