@@ -32,7 +32,7 @@ class RequestProposal:
     @property
     def size(self) -> int:
         """Return the number of draft tokens."""
-        return sum(parent >= 0 for parent in self.parents)
+        return len(self.tokens) - 1 if self.is_chain else sum(parent >= 0 for parent in self.parents)
 
     @property
     def depth(self) -> int:
@@ -46,6 +46,8 @@ class RequestProposal:
 
     def truncate(self, count: int) -> RequestProposal:
         """Keep the first ``count`` nodes; they are a tree again, because parents come before their children."""
+        if count >= len(self.tokens):
+            return self
         deterministic = None if self.deterministic is None else self.deterministic[:count]
         return RequestProposal(self.tokens[:count], self.parents[:count], self.is_chain, self.q, deterministic)
 
@@ -156,7 +158,9 @@ def split_proposal(proposal: Proposal) -> list[RequestProposal]:
     both = torch.stack([proposal.tokens, proposal.parents], dim=1).tolist()  # in one transfer
     proposals = []
     for row, (tokens, parents) in enumerate(both):
-        count = max(i for i, parent in enumerate(parents) if parent != PAD_NODE) + 1
+        count = len(parents)
+        while parents[count - 1] == PAD_NODE:
+            count -= 1
         q = None if proposal.q is None else proposal.q[row]
         deterministic = None if proposal.deterministic is None else proposal.deterministic[row, :count].tolist()
         proposals.append(RequestProposal(tokens[:count], parents[:count], proposal.is_chain, q, deterministic))

@@ -199,29 +199,30 @@ class _Processor(ContinuousBatchProcessor):
 
     def _step(self, model: nn.Module) -> None:
         io, start = self._io, time.perf_counter()
-        features, scored = self._verify(model)
+        places, features, scored = self._verify(model)
         if self._emitted is None:
             self._remove_draft_tokens()
-            features, scored = self._verify(model)
+            places, features, scored = self._verify(model)
         emitted = cast(list[Emitted], self._emitted)
         self._store_prompt_features(features)
-        read = [_at(features, place, new.path) for place, new in zip(self._places, emitted, strict=True)]
+        read = [_at(features, place, new.path) for place, new in zip(places, emitted, strict=True)]
         no_prompts = len(emitted) == len(io.requests_in_batch)
         seconds = scored - start, time.perf_counter() - scored
         self.speculation.record_step(self._scored, emitted, read, no_prompts, *seconds)
         self._move_accepted_keys(emitted)
         self._write_last_tokens(emitted)
 
-    def _verify(self, model: nn.Module) -> tuple[Tensor | None, float]:
+    def _verify(self, model: nn.Module) -> tuple[list[range], Tensor | None, float]:
         """Score and verify what each request of the batch proposed.
 
-        Return the features of all packed tokens, and when verification began.
+        Return where in the packed tokens the scored nodes are, the features of all of these, and when verification
+        began.
         """
         io = self._io
         self._scored = [self._scored_part(future) for future in io.requests_in_batch if future.has_new_token]
         kwargs: Any = io.get_model_kwargs()
         self._mask_trees(kwargs)
-        places = self._places
+        places = self._places()
         kwargs["logits_indices"] = to_device([node for row in places for node in row] or [0], self.model_device)
         logits, features = self._forward(model, kwargs)
         width = max(map(len, places), default=1)
@@ -232,7 +233,7 @@ class _Processor(ContinuousBatchProcessor):
             logits = logits[to_device(filled, logits.device)]
         scored, logits = time.perf_counter(), logits.view(-1, width, logits.shape[-1])
         self._emitted = self.speculation.verify(self._scored, logits, self._warp, self.return_logprobs)
-        return features, scored
+        return places, features, scored
 
     def _remove_draft_tokens(self) -> None:
         """Prepare the batch again without draft tokens, one of which has made the scores of others NaN."""
@@ -247,7 +248,6 @@ class _Processor(ContinuousBatchProcessor):
         count = sum(future.query_length for future in io.requests_in_batch)
         io.prepare_batch_tensors(io.requests_in_batch, self.logit_processor, False, count, io.max_kv_read, False)
 
-    @property
     def _places(self) -> list[range]:
         """Return where in the packed tokens the scored nodes are: they are the last tokens of their request."""
         futures = self._io.requests_in_batch

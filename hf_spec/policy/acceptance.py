@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from itertools import chain, islice, repeat
 
 from .base import MAX_LENGTH, DraftSource, Estimate
 
@@ -52,10 +53,8 @@ class PositionCounts:
         if length <= len(self._survival):
             return self._survival[:length]
         found, survival = [], 1.0
-        for position in range(max(length, MAX_LENGTH)):
-            proposed, accepted = (
-                counts[position] if position < len(counts) else 0.0 for counts in (self._proposed, self._accepted)
-            )
+        seen = zip(chain(self._proposed, repeat(0.0)), chain(self._accepted, repeat(0.0)), strict=False)
+        for proposed, accepted in islice(seen, max(length, MAX_LENGTH)):
             prior = PRIOR_STEPS * PRIOR_ACCEPTANCE * survival
             survival = min(survival, (accepted + prior) / (proposed + PRIOR_STEPS))
             found.append(survival)

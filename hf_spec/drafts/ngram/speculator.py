@@ -310,11 +310,12 @@ class NgramDrafter(Drafter):
     def _continuations(self, row: TextIndex, depth: int) -> Iterator[Path]:
         """Yield the different continuations of a row's text, best first."""
         seen: set[Path] = {()}
+        corpus = self._speculator.corpus
         for size in self._speculator.sizes:
             ngram = tuple(row.tokens[-size:])
-            found: Iterable[Path] = chain(
-                row.continuations(ngram, depth), self._speculator.corpus.continuations(ngram, depth)
-            )
+            found: Iterable[Path] = row.continuations(ngram, depth)
+            if corpus.tokens:
+                found = chain(found, corpus.continuations(ngram, depth))
             for path in _most_frequent_first(found) if self._speculator.match == "frequent" else found:
                 if path not in seen:
                     seen.add(path)
