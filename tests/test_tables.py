@@ -105,6 +105,7 @@ BY_HAND = {
     ("benchmarks.md", ""): PAGE,
     ("architectures.md", "| | architectures | chains exact |"): "a slow test makes it: tests/decode/test_exactness.py",
     ("batches.md", "| counted for the prompts above |"): COUNTED,
+    ("batches.md", "| counted instructions |"): "counted as in tests/batching/test_plain_runs.py",
     ("compilation.md", "| | sizes |"): FACTS,
     ("demo-family.md", "| | `target` | `draft-vanilla` |"): FACTS,
     ("demo-family.md", "| | what it is | parameters |"): FACTS,

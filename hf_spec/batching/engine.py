@@ -181,6 +181,7 @@ class _Processor(ContinuousBatchProcessor):
                 self._plain_step(model)
             else:
                 self._step(model)
+        io.retrieve_device_outputs()
 
     def _plain_step(self, model: nn.Module) -> None:
         """Score and verify the roots alone, where each request of the batch has one and nothing else."""

@@ -19,6 +19,7 @@ from transformers.generation.continuous_batching.requests import FutureRequestSt
 from transformers.generation.continuous_batching.scheduler import FIFOScheduler, PrefillFirstScheduler, Scheduler
 
 from ..device_tensors import cached_arange
+from ..versions import stream_context
 
 
 class SpeculativeScheduler(Scheduler):
@@ -119,7 +120,8 @@ class SpeculativeIOs(ContinuousBatchingIOs):
     ) -> None:
         if isinstance(requests_in_batch, SameBatch):
             self.requests_in_batch, self.max_kv_read = requests_in_batch, max_kv_read
-            self._count_on(requests_in_batch)
+            with stream_context(self.compute_stream):  # no copy from the host orders this before the forward
+                self._count_on(requests_in_batch)
         else:
             given = logits_processors, use_decode_fast_path, num_q_tokens, max_kv_read, use_padding
             super().prepare_batch_tensors(requests_in_batch, *given)

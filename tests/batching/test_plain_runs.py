@@ -11,12 +11,22 @@ import pytest
 import torch
 from batches import batching, flawed, greedy, plain_texts, prompts_of, serve
 from lengths import force_lengths
+from transformers import PreTrainedModel
 from transformers.generation.continuous_batching.input_outputs import ContinuousBatchingIOs
 from transformers.generation.continuous_batching.scheduler import FIFOScheduler, PrefillFirstScheduler
 from twins import target
 
-from hf_spec import SpeculationConfig, SpeculationStats
+from hf_spec import (
+    AcceptedTokens,
+    DraftContext,
+    Drafter,
+    Proposal,
+    SpeculationConfig,
+    SpeculationStats,
+    Speculator,
+)
 from hf_spec.batching.scheduling import SameBatch, SpeculativeIOs, SpeculativeScheduler
+from hf_spec.batching.speculation import Speculation
 
 PROMPTS = prompts_of(12, 99)
 
@@ -126,6 +136,60 @@ def test_a_new_request_joins_the_next_batch(repeated: Counter[str]) -> None:
     step.manager.cancel_request("new")
     step()
     assert step.size == 2 and repeated["same"] == 4
+
+
+class Telling(Speculator):
+    """A draft that reads hidden states and notes what it is told; it guesses the last token again."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[list[list[int]], torch.Tensor]] = []
+
+    def feature_layers(self, target: PreTrainedModel) -> tuple[int, ...]:
+        return (1,)
+
+    def drafter(self, request: DraftContext) -> Drafter:
+        return Told(self.told)
+
+
+class Told(Drafter):
+    def __init__(self, told: list[tuple[list[list[int]], torch.Tensor]]) -> None:
+        self.told = told
+
+    def propose(self, accepted: AcceptedTokens, limit: int) -> Proposal:
+        assert accepted.features is not None
+        self.told.append((accepted.emitted, accepted.features.clone()))
+        return Proposal.chain(accepted.root, accepted.root[:, None])
+
+    def keep_rows(self, rows: torch.Tensor) -> None:
+        pass
+
+
+def test_a_draft_reads_the_hidden_states_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that single steps give it, with the log-probabilities of the text, too."""
+
+    def run() -> tuple[list[tuple[list[list[int]], torch.Tensor]], list[Any]]:
+        steps, speculator = iter(range(1 << 30)), Telling()
+        force_lengths(monkeypatch, lambda rows: 0 if next(steps) % 5 else 1)
+        outputs = target().generate_batch(
+            PROMPTS[:3],
+            greedy(eos_token_id=-1),
+            batching(4, max_batch_tokens=64, return_logprobs=True),
+            warmup=False,
+            speculator=speculator,
+            num_speculative_tokens="auto",
+        )
+        return speculator.told, [(output.generated_tokens, output.logprobs) for output in outputs.values()]
+
+    told, texts = run()
+    monkeypatch.setattr(Speculation, "begins_plain_step", lambda self, requests: self._end_run())
+    expected, same_texts = run()
+    assert max(len(tokens) for step, _ in told for tokens in step) >= 4, "no run was read at once"
+    for (tokens, features), (same_tokens, same) in zip(told, expected, strict=True):
+        assert tokens == same_tokens
+        torch.testing.assert_close(features, same, rtol=1e-5, atol=1e-6)
+    for (text, log_probs), (other, same_log_probs) in zip(texts, same_texts, strict=True):
+        assert text == other and len(log_probs) == len(text)
+        torch.testing.assert_close(torch.tensor(log_probs), torch.tensor(same_log_probs), rtol=1e-4, atol=1e-5)
 
 
 # --- What a step takes -----------------------------------------------------------------------------------------------
