@@ -10,6 +10,9 @@ replaced by a subclass that overrides a method or two. One step of the engine, a
 
 The next input of a request is its last token and the draft tokens after it. The paged cache then holds rejected ones,
 too. They lie after the position (``position_offset``) at which the next tokens are written, so they are overwritten.
+
+While the same requests take plain steps, a batch follows from the last one (``scheduling.py``). What is recorded of
+the steps waits until such a run ends (``PlainRun``).
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
 """Subclasses of transformers' schedulers and inputs: draft tokens that do not fit, and plain steps in a row.
 
-In a run of plain steps each batch is the last one, one token later. So nothing is scheduled again, and its tensors are
-counted on::
+In a run of plain steps each batch is the last one, one token later. So transformers' two methods are cut short::
 
-    schedule_batch         the same requests                 if each has space for a token in its last block
-    prepare_batch_tensors  positions, indices and masks      from those of the last batch, all requests at once
+    schedule_batch         the same requests, if the cache has space for a token of each and nobody else could join
+    prepare_batch_tensors  positions, indices and masks from those of the last batch, for all requests at once
 """
 
 from __future__ import annotations
