@@ -35,7 +35,7 @@ class RowSpans:
         # The first column of each row after its padding, by number in the batch of the prefill. None: all at once.
         self._starts = _starts(padding, cache.rows.cpu_lengths) if cache.rows.device.type == "cpu" else None
         self._key: object = None
-        self._parts: list[range] = []
+        self._parts: dict[int, list[range]] = {}  # by the number of new nodes
 
     def of(self, count: int) -> Sequence[Span]:
         """Return the spans of a forward over ``count`` new nodes, none where all rows should attend at once."""
@@ -45,16 +45,18 @@ class RowSpans:
         ends = rows.cpu_lengths
         if not 1 < len(ends) <= MOST_ROWS:
             return ()
-        key = tuple(self._cache.batch), rows.longest // DIVIDED_AGAIN, rows.shortest // DIVIDED_AGAIN, count
+        key = tuple(self._cache.batch), rows.longest // DIVIDED_AGAIN, rows.shortest // DIVIDED_AGAIN
         if key != self._key:
+            self._key, self._parts = key, {}
+        if (parts := self._parts.get(count)) is None:
             extents = [Extent(self._starts[row], end) for row, end in zip(self._cache.batch, ends, strict=True)]
-            self._key, self._parts = key, self._divided(extents, count)
-        if len(self._parts) < 2:
+            parts = self._parts[count] = self._divided(extents, count)
+        if len(parts) < 2:
             return ()
         new, starts = rows.draft_nodes + count, [self._starts[row] for row in self._cache.batch]
         return [
             Span(one.start, one.stop, min(starts[one.start : one.stop]), max(ends[one.start : one.stop]) + new)
-            for one in self._parts
+            for one in parts
         ]
 
     def align(self) -> None:

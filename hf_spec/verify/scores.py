@@ -75,7 +75,8 @@ class NodeScores:
 
         A draft token whose forward overflows spoils the other nodes: attention gives it no weight, but 0 * nan is nan.
         """
-        return self._largest[0] < torch.inf
+        known = vars(self).get("_largest")  # where the best tokens were asked for; else the maxima alone are quicker
+        return (self.logits.amax(-1) if known is None else known[0]) < torch.inf
 
     @functools.cached_property
     def _largest(self) -> tuple[Tensor, Tensor]:

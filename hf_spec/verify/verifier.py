@@ -16,7 +16,7 @@ from torch import Tensor
 from ..device_tensors import cached_full, to_device
 from ..drafts.base import AcceptedTokens
 from ..proposal import Proposal
-from ..sampling import draw, largest, likeliest
+from ..sampling import draw, likeliest
 from ..scoring.graphs import Compiler
 from ..settings import SpeculationConfig
 from .compiled import CompiledVerifier
@@ -84,7 +84,7 @@ class WarpedScores:
 
     def are_finite(self) -> Tensor:
         """Tell after which nodes the logits hold no nan and no inf, (batch, nodes) bool."""
-        return largest(self.logits)[0] < float("inf")
+        return self.logits.amax(-1) < float("inf")
 
 
 @dataclass(frozen=True)

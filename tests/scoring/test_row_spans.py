@@ -61,6 +61,20 @@ def test_text_is_the_same(name: str, config: Any, attended: list[Any]) -> None:
     assert bool(attended) == (name not in ("gpt_oss", "bloom"))  # eager attention, and a bias for each head
 
 
+def test_rows_are_divided_once_for_each_number_of_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The draft model reads one, two, three ... tokens in turns."""
+    divided, usual = [], RowSpans._divided
+
+    def noted(self: RowSpans, extents: Any, count: int) -> Any:
+        divided.append((id(self), count))
+        return usual(self, extents, count)
+
+    monkeypatch.setattr(RowSpans, "_divided", noted)
+    options: Any = {"max_new_tokens": 16, "do_sample": False, "speculator": draft(), "speculation_config": CHAIN}
+    output = target().generate(**prompts(2, (9, 5)), **options, return_dict_in_generate=True)
+    assert output.speculation.steps > 4 and 1 < len(divided) == len(set(divided))
+
+
 @pytest.mark.parametrize("rows", [3, 8])
 def test_plain_steps_in_spans(rows: int, attended: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """After draft tokens rows are of unequal length; then plain steps follow, and rows are aligned."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -100,6 +101,9 @@ CASES = {name: (name,) for name in [*STATELESS, *PER_SEQUENCE]} | MIXED
 @pytest.fixture(autouse=True, params=[1, warpers.LARGE], ids=["in less time", ""])
 def large(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(warpers, "LARGE", request.param)
+    if request.param == 1:
+        monkeypatch.setattr(warpers, "MANY_SCORES", 1)
+        monkeypatch.setattr(warpers, "PART", 2)
 
 
 def make(*names: str) -> LogitsProcessorList:
@@ -447,10 +451,10 @@ def test_draft_distribution_applies_the_warpers_once_and_nothing_else() -> None:
     logits = 3 * torch.randn(2, 3, VOCAB)
     before = logits.clone()
     distribution = Processors(
-        LogitsProcessorList([*make("temperature", "ngram_2", "top_k"), Overwrite()])
+        LogitsProcessorList([*make("temperature", "ngram_2", "min_p"), Overwrite()])
     ).draft_distribution()
     once = logits / 0.6
-    once = once.masked_fill(once < once.topk(7).values[..., -1:], -float("inf")).log_softmax(-1)
+    once = once.masked_fill(once < once.amax(-1, keepdim=True) + math.log(0.2), -float("inf")).log_softmax(-1)
     assert torch.allclose(distribution(logits), once) and torch.equal(logits, before)
     assert not torch.allclose(distribution(once), once), "the temperature was lost"
     assert distribution(logits[0, 0].to(torch.bfloat16)).dtype == torch.float32
@@ -593,6 +597,39 @@ def test_top_p_without_sorting_the_vocabulary(
         assert not nearly.warper.rows  # type: ignore[attr-defined]
         enough = kept.sum(-1) >= wanted.sum(-1).clamp(max=128)
         assert top_p == 1.0 or enough[~scores.isnan().any(-1)].all()
+    assert torch.equal(scores.nan_to_num(), before.nan_to_num())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("vocabulary", [3000, 3001])
+def test_top_k_without_looking_at_all_parts(
+    vocabulary: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(warpers, "PART", 8)
+    torch.manual_seed(0)
+    scores, ids = (2 * torch.randn(60, vocabulary)).to(dtype).float(), torch.zeros(60, 0, dtype=torch.long)
+    scores[1, 7:] = -torch.inf
+    scores[2, 5] = torch.nan
+    scores[3] = 1.0  # all are equally good
+    scores[4, ::375] = 20.0  # eight of the best in one part
+    before, looked_at, topk = scores.clone(), [], Tensor.topk
+
+    def noted(scores: Tensor, count: int) -> Any:
+        looked_at.append(scores.numel())
+        return topk(scores, count)
+
+    monkeypatch.setattr(Tensor, "topk", noted)
+    for count in (1, 7, 50, 187, 188, 4000):  # from 188 on the vocabulary is too small for parts
+        warper = logits_process.TopKLogitsWarper(count)
+        plain = warper(ids, scores)
+        looked_at.clear()
+        torch.testing.assert_close(warpers.TopK(warper)(ids, scores), plain, rtol=0, atol=0, equal_nan=True)
+        assert count > 50 or sum(looked_at) < scores.numel() / 3
+        nearly = warpers.TopK(warper, nearly=True)(ids, scores)
+        kept, wanted = nearly > -torch.inf, plain > -torch.inf
+        assert (kept | ~wanted).all() and torch.equal(nearly[kept], scores[kept])
+        assert dtype == torch.bfloat16 or kept[5:].sum() <= 1.4 * wanted[5:].sum()
+        assert not torch.equal(kept, wanted) or count not in (7, 50, 187)  # so a difference would be seen
     assert torch.equal(scores.nan_to_num(), before.nan_to_num())
 
 
