@@ -1,9 +1,12 @@
 """Attention that gives each node the same bits, whatever else is computed with it.
 
-Each node is a row of its own, with the query heads of a group as its queries. Its keys come in blocks of a fixed
-number of places (``columns.py``), so that the kernel always runs in the same shape::
+The keys of a text come in blocks of a fixed number of places (``columns.py``). The query heads of a group, of all
+nodes, are the queries of a key head. A kernel is called with such numbers of queries only that agree, as rows of a
+product are (``rows.py``)::
 
-    query  (nodes, key heads, group, width)      keys  (nodes, key heads, places of one block, width)
+    query  (tiles, key heads, queries, width)      keys  (1, key heads, places of one block, width)
+
+In trees, the last keys of each node are its own. There, each node is a tile.
 
 The blocks are put together by the logarithms of their sums, one after the other, in float32. A block that a node does
 not see weighs exactly 0.
@@ -11,6 +14,7 @@ not see weighs exactly 0.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -19,63 +23,60 @@ from torch.nn.functional import pad
 from transformers.modeling_utils import AttentionInterface
 
 from ..scoring.trials import ExplainedError
-from .columns import COLUMNS, NAME, Block, Columns, RowColumns, columns_of_all, hidden_score, register_mask
+from .columns import COLUMNS, NAME, Columns, RowColumns, Tiling, columns_of_all, hidden_score, register_mask
+from .rows import agreeing
 
-PLACES = 128  # of a block of keys, at most
 VECTOR = 16  # numbers that a processor adds at once, at most
+# Numbers of queries and of places that are tried. For more queries the kernel of CPUs looks at how many there are of
+# all, and other multiples than of 8 give each thread a part of a buffer that begins at another alignment.
+QUERIES, STEP = (8, 16, 24, 32), 16
 # Kernels of torch that return the logarithms of sums, too; other devices multiply and add by torch's functions.
 KERNELS = {
     "cpu": "_scaled_dot_product_flash_attention_for_cpu",
     "cuda": "_scaled_dot_product_efficient_attention",
 }
-AT_ONCE = 16  # nodes, where they are not attended to by such a kernel
+AT_ONCE = 16  # tiles, where they are not attended to by such a kernel
 REFUSED = ("cache", "indices", "block_indices", "sinks")  # arguments of attention that the kernel knows nothing of
-
-
-def block_size(width: int, device: torch.device) -> int:
-    """Return how many places a block of keys of this ``width`` has.
-
-    The kernel of CPUs keeps places + width + 2 numbers of a query in each thread's part of a buffer. That part has to
-    begin at an aligned address, or products sum in another order in the second thread than in the first.
-    """
-    return PLACES - (width + 2) % VECTOR if device.type == "cpu" else PLACES
 
 
 def attend_block(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float, cap: float | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Attend to one block of keys: outputs (nodes, key heads, group, width), and the logarithms of their sums.
+    """Attend to one block of keys: outputs (tiles, key heads, queries, width), and the logarithms of their sums.
 
-    ``query`` (nodes, key heads, group, width); ``key`` and ``value`` (nodes or 1, key heads, places, width); ``mask``
-    (nodes, 1, 1, places) is added. Scores are bent to stay between -``cap`` and ``cap``.
+    ``query`` (tiles, key heads, queries, width); ``key`` and ``value`` (tiles or 1, key heads, places, width);
+    ``mask`` (tiles, key heads or 1, queries or 1, places) is added. Scores are bent to stay between -``cap`` and
+    ``cap``.
     """
     place = query.device.type
     if cap is not None or place not in KERNELS:
         products = _by_products if place == "cpu" else _by_products_of_some
         return products(query, key, value, mask, scale, cap)
-    nodes, heads, group, _ = query.shape
-    key, value = key.expand(nodes, -1, -1, -1), value.expand(nodes, -1, -1, -1)
-    mask = mask.expand(nodes, heads, group, -1)
+    tiles, heads, queries, _ = query.shape
+    if len(key) < tiles:
+        key, value = key.expand(tiles, -1, -1, -1), value.expand(tiles, -1, -1, -1)
     kernel = getattr(torch.ops.aten, KERNELS[place])
     if place == "cpu":
         output, sums = kernel(query, key, value, 0.0, False, attn_mask=mask, scale=scale)
-    else:  # it adds up a query's keys in one order, and rounds the number of queries up in the second result
-        output, sums, *_ = kernel(query, key, value, mask, True, scale=scale)
-    return output, sums[..., :group]
+        return output, sums
+    mask = mask.expand(tiles, heads, queries, -1)
+    # It adds up a query's keys in one order, and rounds the number of queries up in the second result.
+    output, sums, *_ = kernel(query, key, value, mask, True, scale=scale)
+    return output, sums[..., :queries]
 
 
 def _by_products(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float, cap: float | None
 ) -> tuple[Tensor, Tensor]:
-    """Do as ``attend_block`` where there is no kernel, such as for caps: by products of each node, in float32."""
+    """Do as ``attend_block`` where there is no kernel, such as for caps: by products of each tile, in float32."""
     # Products add up in another order where their numbers begin at another alignment.
     key, value = (states.float().expand(len(query), -1, -1, -1).contiguous() for states in (key, value))
-    scores = torch.matmul(query.float(), key.mT) * scale  # (nodes, key heads, group, places)
+    scores = torch.matmul(query.float(), key.mT) * scale  # (tiles, key heads, queries, places)
     if cap is not None:
         scores = torch.tanh(scores / cap) * cap
     scores = scores + mask.float()
     weights = scores.softmax(-1)
-    # The largest weight is 1 / sum. The order in which a sum of its own adds up would depend on the other nodes.
+    # The largest weight is 1 / sum. The order in which a sum of its own adds up would depend on the other tiles.
     sums = scores.amax(-1) - weights.amax(-1).log()
     return torch.matmul(weights, value).to(query.dtype), sums
 
@@ -83,8 +84,8 @@ def _by_products(
 def _by_products_of_some(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float, cap: float | None
 ) -> tuple[Tensor, Tensor]:
-    """Do as ``_by_products``, for ``AT_ONCE`` nodes at a time: GPUs add up in another order for other numbers."""
-    nodes, missing = len(query), -len(query) % AT_ONCE
+    """Do as ``_by_products``, for ``AT_ONCE`` tiles at a time: GPUs add up in another order for other numbers."""
+    tiles, missing = len(query), -len(query) % AT_ONCE
     padding = (0, 0, 0, 0, 0, 0, 0, missing)
     query, mask = pad(query, padding), pad(mask, padding)
     key, value = (states if len(states) == 1 else pad(states, padding) for states in (key, value))
@@ -94,7 +95,7 @@ def _by_products_of_some(
         keys, values = (states if len(states) == 1 else states[some] for states in (key, value))
         parts.append(_by_products(query[some], keys, values, mask[some], scale, cap))
     output, sums = map(torch.cat, zip(*parts, strict=True))
-    return output[:nodes], sums[:nodes]
+    return output[:tiles], sums[:tiles]
 
 
 def attention(
@@ -129,22 +130,22 @@ def attention(
     key_heads, out_width = key.shape[1], value.shape[-1]
     most = max(width, out_width)
     scaling = width**-0.5 if scaling is None else scaling
-    query = query.view(batch, key_heads, heads // key_heads, nodes, width).permute(0, 3, 1, 2, 4)
-    query, key, value = (_widened(states, most) for states in (query.contiguous(), key, value))
-    sinks = None if s_aux is None else s_aux.float().view(key_heads, -1)
-    size, dtype = block_size(most, query.device), query.dtype
+    query, key, value = (_widened(states, most) for states in (query, key, value))
+    dtype, cap = query.dtype, softcap
+    tiling = tiling_of((key_heads, heads // key_heads, most, dtype, cap), query.device, columns.places)
     if position_bias is None:
-        texts = columns.of_texts(size, dtype)
+        texts = columns.of_texts(tiling, dtype)
     else:
-        texts = columns.with_bias(position_bias, key_heads, size, dtype)
-    found = [
-        _of_text(
-            query[at.row, at.nodes], key[at.row, :, at.keys], value[at.row, :, at.keys], own, scaling, sinks, softcap
-        )
-        for at, own in texts
-    ]
-    seen = torch.cat(found).view_as(query)  # (batch, nodes, key heads, group, width)
-    return seen[..., :out_width].reshape(batch, nodes, heads, out_width), None
+        texts = columns.with_bias(position_bias, key_heads, tiling, dtype)
+    query = query.unflatten(1, (key_heads, -1)).transpose(2, 3)  # (batch, key heads, nodes, group, width)
+    sinks = None if s_aux is None else s_aux.float().view(key_heads, -1)
+    found = []
+    for at, own in texts:
+        row = slice(at.row, at.row + 1)
+        of_text = query[at.row, :, at.nodes], key[row, :, at.keys], value[row, :, at.keys]
+        seen = _of_text(*of_text, own, tiling, scaling, sinks, cap).transpose(0, 1)
+        found.append(seen[..., :out_width].reshape(-1, heads, out_width))
+    return (found[0] if len(found) == 1 else torch.cat(found)).view(batch, nodes, heads, out_width), None
 
 
 def _widened(states: Tensor, width: int) -> Tensor:
@@ -156,101 +157,133 @@ def _of_text(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    row: RowColumns,
+    columns: RowColumns,
+    tiling: Tiling,
     scale: float,
     sinks: Tensor | None,
     cap: float | None,
 ) -> Tensor:
-    """Attend in one text: ``query`` (nodes, key heads, group, width), keys and values (key heads, columns, width)."""
-    size = block_size(query.shape[-1], query.device)
-    parts = []
-    if row.shared_blocks:
-        keys, values = (_at_places(states, row.shared) for states in (key, value))
-        begin = 0 if row.shared is None else row.shared_blocks[0].number
-        for block in row.shared_blocks:
-            place = (block.number - begin) * size
-            one, other = (_cut(states, place, size)[None] for states in (keys, values))
-            parts.append((block, *attend_block(query[block.first : block.end], one, other, block.mask, scale, cap)))
-    if row.own_blocks:
-        begin = row.own_blocks[0].number
-        for block in row.own_blocks:
-            place = (block.number - begin) * size
-            column = row.own[block.first : block.end, place : place + size]
-            one, other = (
-                states.index_select(1, column.flatten()).unflatten(1, column.shape).transpose(0, 1)
-                for states in (key, value)
-            )
-            parts.append((block, *attend_block(query[block.first : block.end], one, other, block.mask, scale, cap)))
-    if len(parts) == 1 and sinks is None and len(parts[0][1]) == len(query):
-        return parts[0][1]
-    return _together(query, parts, sinks)
+    """Attend in one text: ``query`` (key heads, nodes, group, width), ``key`` (1, key heads, columns, width)."""
+    parts, nodes = [], query.shape[1]
+    if columns.shared_blocks:
+        tiles = tiling.tiles(query)
+        keys, values = (_shared(states, columns, tiling.places) for states in (key, value))
+        for block, one, other in zip(columns.shared_blocks, keys, values, strict=True):
+            parts.append((block.number, *attend_block(tiles, one, other, block.mask, scale, cap)))
+    tile = tiling.of_one_node(query.transpose(0, 1)) if columns.own_blocks else query
+    for block, column in columns.own_columns(tiling.places):
+        one, other = (
+            states[0].index_select(1, column.flatten()).unflatten(1, column.shape).transpose(0, 1)
+            for states in (key, value)
+        )
+        found = attend_block(tile, one, other, block.mask, scale, cap)
+        # (nodes, key heads, group, width) and (nodes, key heads, group)
+        output, sums = (states[:, :, : tiling.group].transpose(0, 1) for states in found)
+        parts.append((block.number, tiling.tiles(output), tiling.tiles(sums[..., None])[..., 0]))
+    if not parts:  # all of it is padding
+        return torch.zeros_like(query)
+    if len(parts) == 1 and sinks is None:
+        return tiling.nodes(parts[0][1], nodes)
+    if sinks is not None:
+        sinks = tiling.tiles(sinks[:, None, :, None].expand(-1, nodes, -1, -1))[..., 0]
+    return tiling.nodes(_together(parts, sinks), nodes)
 
 
-def _at_places(states: Tensor, column: Tensor | None) -> Tensor:
-    return states if column is None else states.index_select(1, column)
+def _shared(states: Tensor, columns: RowColumns, size: int) -> list[Tensor]:
+    """Return each shared block of ``states`` (1, key heads, columns, width), filled up by zeros if it is too short."""
+    if not isinstance(columns.shared, int):
+        states = states.index_select(2, columns.shared)
+    elif columns.shared:
+        states = states[:, :, columns.shared :]
+    if states.stride(2) != states.shape[3]:
+        states = states.contiguous()
+    blocks, found = states.split(size, 2), []
+    for block in columns.shared_blocks:
+        part, places = blocks[block.number - columns.shared_blocks[0].number], block.mask.shape[-1]
+        missing = places - part.shape[2]
+        found.append(part if not missing else pad(part, (0, 0, 0, missing)) if missing > 0 else part[:, :, :places])
+    return found
 
 
-def _cut(states: Tensor, place: int, size: int) -> Tensor:
-    """Return one block of ``states`` (key heads, places, width), filled up by zeros where there are not enough."""
-    part = states[:, place : place + size]
-    if part.shape[1] < size:
-        return pad(part, (0, 0, 0, size - part.shape[1]))
-    return part if part.stride(1) == part.shape[2] else part.contiguous()
+def _together(parts: list[tuple[int, Tensor, Tensor]], sinks: Tensor | None) -> Tensor:
+    """Put the outputs of numbered blocks together, weighed by the logarithms of their sums.
 
-
-def _together(query: Tensor, parts: list[tuple[Block, Tensor, Tensor]], sinks: Tensor | None) -> Tensor:
-    """Put the outputs of blocks together, weighed by the logarithms of their sums; ``sinks`` weigh, and add nothing.
+    ``sinks``, (tiles, key heads, queries) as these sums, weigh, and add nothing.
 
     The weights come from a softmax over the blocks, whose kernel adds up a row in the same order however many rows
-    there are. So each block has a place of its own there, and what is left of whole vectors weighs 0. Padding sees
-    nothing and gets zeros.
+    there are. So each block has a place of its own there, and what is left of whole vectors weighs 0.
     """
-    shape, last = query.shape[:-1], max((block.number for block, _, _ in parts), default=0) + 1
-    logs = query.new_full((*shape, -(-(last + 1) // VECTOR) * VECTOR), float("-inf"), dtype=torch.float32)
-    if sinks is not None:
-        logs[..., 0] = sinks
-    for block, _, sums in parts:
-        logs[block.first : block.end, ..., block.number + 1] = sums
-    weights = logs.softmax(-1).nan_to_num(0.0)
-    seen = torch.zeros(query.shape, dtype=torch.float32, device=query.device)
-    for block, output, _ in parts:
-        nodes = slice(block.first, block.end)
-        seen[nodes] += output.float() * weights[nodes, ..., block.number + 1, None]
-    return seen.to(query.dtype)
+    numbers = [number for number, _, _ in parts]
+    none = torch.full_like(parts[0][2], float("-inf"))
+    logs = [none] * (-(-(numbers[-1] + 2) // VECTOR) * VECTOR)
+    logs[0] = none if sinks is None else sinks
+    for number, _, sums in parts:
+        logs[number + 1] = sums
+    weights = torch.stack(logs, -1).softmax(-1).unbind(-1)
+    outputs = torch.stack([output for _, output, _ in parts]).float()
+    first, *others = (outputs * torch.stack([weights[number + 1] for number in numbers])[..., None]).unbind()
+    for other in others:  # each product is rounded before it is added, whatever the processor could do at once
+        first += other
+    return first.to(parts[0][1].dtype)
 
 
 Shape = tuple[int, int, int, torch.dtype, float | None]  # key heads, queries of each, width, dtype, cap of scores
-NODES = (1, 2, 3, 6, 16, 33)  # numbers of nodes for which a trial compares bits
 
 
-def agrees(shape: Shape, device: torch.device) -> bool:
-    """Try whether a node's bits depend on other nodes, on where its keys lie, or on keys that it does not see."""
+def tiling_of(shape: Shape, device: torch.device, places: int) -> Tiling:
+    """Return in which shapes a kernel attends to blocks of ``places`` keys.
+
+    Errors: an ``ExplainedError`` where a node's bits depend on the others in any shape.
+    """
+    tiling = _tried(shape, device, places, torch.get_num_threads())
+    if tiling is None:
+        key_heads, group, width, dtype, _ = shape
+        raise ExplainedError(
+            f"attention of {key_heads} heads of {group} queries, {width} wide in {dtype}, depends on the other nodes"
+        )
+    return tiling
+
+
+@functools.lru_cache(maxsize=256)
+@torch.no_grad()
+def _tried(shape: Shape, device: torch.device, places: int, threads: int) -> Tiling | None:
+    """Try whether a query's bits depend on other ones, on where its keys lie, or on keys that it does not see."""
     key_heads, group, width, dtype, cap = shape
-    size, most, generator = block_size(width, device), NODES[-1], torch.Generator().manual_seed(0)
+    tried = QUERIES if group <= QUERIES[-1] else (*QUERIES, -(-group // QUERIES[-1]) * QUERIES[-1])
+    count, generator = 3 * tried[-1], torch.Generator().manual_seed(0)
 
-    def drawn(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator).to(device, dtype)
+    def drawn(rows: int) -> Tensor:
+        return torch.randn((key_heads, rows, width), generator=generator).to(device, dtype)
 
-    query, keys, values = (
-        drawn(most, key_heads, group, width),
-        drawn(key_heads, 300, width),
-        drawn(key_heads, 300, width),
-    )
-    hidden = torch.rand((most, 1, 1, size), generator=generator).to(device) < 0.4
+    query, key, value = drawn(count), *(drawn(2 * places + 40)[None, :, 37 : 37 + places] for _ in range(2))
+    hidden = torch.rand((count, places), generator=generator).to(device) < 0.4
     mask = torch.zeros_like(hidden, dtype=dtype).masked_fill_(hidden, hidden_score(dtype))
-    inside = keys[None, :, 37 : 37 + size], values[None, :, 37 : 37 + size]
-    key, value = (states.clone() for states in inside)
-    known = [attend_block(query[i : i + 1].clone(), key, value, mask[i : i + 1], 0.3, cap) for i in range(most)]
-    wanted = [torch.cat(parts) for parts in zip(*known, strict=True)]
-    for count in NODES:
-        own = key.repeat(count, 1, 1, 1), value.repeat(count, 1, 1, 1)
-        for first in (0, most - count):
-            nodes = slice(first, first + count)
-            for one_key, one_value in (inside, own):
-                found = attend_block(query[nodes], one_key, one_value, mask[nodes], 0.3, cap)
-                if not all(torch.equal(one, other[nodes]) for one, other in zip(found, wanted, strict=True)):
-                    return False
-    return True
+
+    def attend(rows: list[int], tiles: int = 1, seen: int = places, copied: int = 0) -> Tensor:
+        """Return the bits of some ``rows``, (rows, numbers), in so many ``tiles``."""
+        masks, keys, values = mask[rows].clone(), key[:, :, :seen], value[:, :, :seen]
+        queries = query[:, rows].unflatten(1, (tiles, -1)).transpose(0, 1)
+        if copied:
+            keys, values = keys.repeat(copied, 1, 1, 1), values.repeat(copied, 1, 1, 1)
+        masks = masks[:, :seen].unflatten(0, (tiles, 1, -1))
+        output, sums = attend_block(queries, keys, values, masks, 0.3, cap)
+        bits = torch.cat([output.float(), sums[..., None]], -1)  # (tiles, key heads, queries, width + 1)
+        return bits.transpose(1, 2).flatten(0, 1).flatten(1)
+
+    queries = agreeing(attend, count, tried)
+    if not queries or queries[-1] < group:
+        return None
+    rows, some = list(range(3 * queries[-1])), list(range(queries[0]))
+    wanted = torch.cat([attend(rows[first : first + queries[-1]]) for first in rows[:: queries[-1]]])
+    ways = [(attend(rows, tiles=3), rows), (attend(rows, tiles=3, copied=3), rows), (attend(some, copied=1), some)]
+    if not all(torch.equal(found, wanted[of]) for found, of in ways):
+        return None
+    step = STEP
+    for seen in reversed(range(STEP, places, STEP)):
+        mask[:, seen:] = hidden_score(dtype)
+        if not torch.equal(attend(some, seen=seen), attend(some)):
+            step = places
+    return Tiling(group, queries, places, step)
 
 
 def register_attention() -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import copy
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -14,45 +15,49 @@ from ..scoring.factory import runner_for
 from ..scoring.hooks import hooked
 from ..scoring.plain import difference, new_cache, position_limit, prompt_kwargs
 from ..scoring.prompts import tokens_for
+from .columns import places_of_block, short_blocks
 from .sources import encoded, read_text
 
-LONG = 140  # tokens of the text, more than one block of keys has places
 APART = 0.3  # of the spread of logits, what rounding cannot do to half of the tokens
-LAST = 6  # tokens of it that are read one by one
+LAST = 6  # tokens of a text that are compared
 PADDED = (0, 3, 7)  # tokens of left padding of the rows of a batch
 PARENTS = (-1, 0, 0, 1, 2, 3, 4)  # of a tree; the text is the path to its last node
 PATH = (0, 2, 4, 6)
 
 States = list[Tensor]  # of the last tokens: logits and each hidden state, (tokens, width)
+Begun = dict[tuple[int, ...], tuple[Any, States]]  # caches and states after first tokens, which several ways share
+Way = Callable[[Begun], States]
 
 
-def check_bits(model: Any) -> None:
+def check_bits(model: Any) -> Tensor:
     """Raise a ValueError unless a row's logits and hidden states have the same bits in each way of reading it.
 
     The ways are: token by token, in blocks, at once, in a batch with padding, and as a path of a tree. A source of an
     encoder-decoder model is read alone, and in a batch with padding. The error names the first module that computes
-    other bits.
+    other bits. For that a short text, in short blocks of keys, does as well as a long one. A text that is longer than
+    a usual block is read token by token, and in one block.
+
+    The result are the logits of the long text's last tokens, (tokens, vocabulary).
     """
+    with short_blocks():
+        ids = _text_for(model)
+        _compare(model, ids, _ways(model, ids))
     ids = _text_for(model)
-    wanted = _alone(model, ids, [1] * LAST)
-    for name, read in _ways(model, ids):
-        if not _equal(read(), wanted):
-            where = _first_difference(model, lambda: _alone(model, ids, [1] * LAST), read)
-            raise ValueError(f"{type(model).__name__} cannot be made invariant: {where} when its row is read {name}.")
+    return _compare(model, ids, [("in blocks", lambda begun: _alone(model, ids, [LAST], begun))])[-1]
 
 
 def logits_at_once(model: Any) -> Tensor:
     """Return the logits of the last tokens of a text that is read at once, (tokens, vocabulary)."""
-    return _alone(model, _text_for(model), [])[-1]
+    return _alone(model, _text_for(model), [], {})[-1]
 
 
-def check_close(model: Any, outside: Tensor) -> None:
-    """Raise a ValueError if a text's logits are others than those ``outside`` of the mode, by more than rounding.
+def check_close(model: Any, found: Tensor, outside: Tensor) -> None:
+    """Raise a ValueError if the logits ``found`` are others than those ``outside`` of the mode, by more than rounding.
 
     Attention may get an argument that the mode does not know. Few tokens may differ: rounding sends some to other
     experts.
     """
-    apart = float(difference(logits_at_once(model), outside).median())
+    apart = float(difference(found, outside).median())
     if not apart <= APART:
         raise ValueError(
             f"{type(model).__name__} cannot be made invariant: its logits would differ from transformers' by "
@@ -60,19 +65,39 @@ def check_close(model: Any, outside: Tensor) -> None:
         )
 
 
+def _length() -> int:
+    """Return the length of a text whose last tokens see two blocks of keys."""
+    return places_of_block() + LAST + 2
+
+
 def _text_for(model: Any) -> Tensor:
     limit = position_limit(model)
-    return tokens_for(model, 1, LONG if limit is None else min(LONG, limit - max(PADDED) - 1))
+    return tokens_for(model, 1, _length() if limit is None else min(_length(), limit - max(PADDED) - 1))
 
 
-def _ways(model: Any, ids: Tensor) -> Iterator[tuple[str, Callable[[], States]]]:
-    yield "at once", lambda: _alone(model, ids, [])
-    yield "in blocks", lambda: _alone(model, ids, [2, LAST - 2])
-    yield "in pieces", lambda: _alone(model, ids, [ids.shape[1] // 4, 5, LAST])
-    yield "in a batch, with padding", lambda: _in_batch(model, ids, [1] * LAST)
-    yield "in a batch, in blocks", lambda: _in_batch(model, ids, [LAST])
-    yield "as a chain of draft tokens", lambda: _scored(model, ids, tuple(range(-1, LAST - 1)), tuple(range(LAST)))
-    yield "as a path of a tree", lambda: _scored(model, ids, PARENTS, PATH)
+def _ways(model: Any, ids: Tensor) -> Iterator[tuple[str, Way]]:
+    yield "at once", lambda begun: _alone(model, ids, [], begun)
+    yield "in blocks", lambda begun: _alone(model, ids, [2, LAST - 2], begun)
+    yield "in pieces", lambda begun: _alone(model, ids, [ids.shape[1] // 4, 5, LAST], begun)
+    yield "in a batch, with padding", lambda begun: _in_batch(model, ids, [1] * LAST, begun)
+    yield "in a batch, in blocks", lambda begun: _in_batch(model, ids, [LAST], begun)
+    yield "as a chain of draft tokens", lambda _: _scored(model, ids, tuple(range(-1, LAST - 1)), tuple(range(LAST)))
+    yield "as a path of a tree", lambda _: _scored(model, ids, PARENTS, PATH)
+
+
+def _compare(model: Any, ids: Tensor, ways: Iterable[tuple[str, Way]]) -> States:
+    """Read the text ``ids`` token by token and in each of the ``ways``; return its states."""
+    begun: Begun = {}
+
+    def one_by_one(begun: Begun) -> States:
+        return _alone(model, ids, [1] * LAST, begun)
+
+    wanted = one_by_one(begun)
+    for name, read in ways:
+        if not _equal(read(begun), wanted):
+            where = _first_difference(model, one_by_one, read)
+            raise ValueError(f"{type(model).__name__} cannot be made invariant: {where} when its row is read {name}.")
+    return wanted
 
 
 def _equal(found: States, wanted: States) -> bool:
@@ -84,11 +109,11 @@ def _equal(found: States, wanted: States) -> bool:
     )
 
 
-def _alone(model: Any, ids: Tensor, pieces: Sequence[int]) -> States:
-    return _read(model, ids, torch.ones_like(ids), pieces)
+def _alone(model: Any, ids: Tensor, pieces: Sequence[int], begun: Begun) -> States:
+    return _read(model, ids, torch.ones_like(ids), pieces, begun)
 
 
-def _in_batch(model: Any, ids: Tensor, pieces: Sequence[int]) -> States:
+def _in_batch(model: Any, ids: Tensor, pieces: Sequence[int], begun: Begun) -> States:
     """Read rows of which the last is ``ids``, padded on the left; the others are shorter and longer.
 
     Texts after sources are equally long: few decoders take the padding of others.
@@ -99,24 +124,36 @@ def _in_batch(model: Any, ids: Tensor, pieces: Sequence[int]) -> States:
     mask = torch.ones_like(rows)
     rows[-1, padding[1] :] = ids[0]
     mask[1, : padding[2]], mask[-1, : padding[1]] = 0, 0
-    return _read(model, rows, mask, pieces)
+    return _read(model, rows, mask, pieces, begun)
 
 
-def _read(model: Any, ids: Tensor, mask: Tensor, pieces: Sequence[int]) -> States:
-    """Read a beginning and then ``pieces`` of so many tokens; return the states of the last row's last tokens."""
-    source, states = encoded(model, len(ids), LONG)
+def _read(model: Any, ids: Tensor, mask: Tensor, pieces: Sequence[int], begun: Begun) -> States:
+    """Read a beginning and then ``pieces`` of so many tokens; return the states of the last row's last tokens.
+
+    A beginning that is in ``begun`` is not read again.
+    """
+    source, states = encoded(model, len(ids), _length())
     kwargs = prompt_kwargs(model, ids, mask, source=source or None)
-    cache, found, begin = cache_name(model), [], 0
-    for count in (ids.shape[1] - sum(pieces), *pieces):
-        end = begin + count
-        asked = {cache: kwargs[cache], "use_cache": True, "output_hidden_states": True, **source}
-        if (positions := kwargs.get("position_ids")) is not None:
-            asked["position_ids"] = positions[..., begin:end]
-        if not bool(mask.all()):
-            asked["attention_mask"] = mask[:, :end]
-        outputs = read_text(model, ids[:, begin:end], **asked)
-        hidden = outputs.decoder_hidden_states if source else outputs.hidden_states
-        found.append(_of_tokens(hidden, outputs.logits))
+    name, found, begin = cache_name(model), [], 0
+    cache, counts = kwargs[name], (ids.shape[1] - sum(pieces), *pieces)
+    for count in counts:
+        end, key = begin + count, (len(ids), count)
+        if begin == 0 and key in begun:
+            cache, read = copy.deepcopy(begun[key][0]), begun[key][1]
+        else:
+            asked = {name: cache, "use_cache": True, "output_hidden_states": True, **source}
+            if (positions := kwargs.get("position_ids")) is not None:
+                asked["position_ids"] = positions[..., begin:end]
+            if not bool(mask.all()):
+                asked["attention_mask"] = mask[:, :end]
+            if begin == 0 and model._supports_logits_to_keep():
+                asked["logits_to_keep"] = LAST
+            outputs = read_text(model, ids[:, begin:end], **asked)
+            hidden = outputs.decoder_hidden_states if source else outputs.hidden_states
+            read = _of_tokens(hidden, outputs.logits)
+            if begin == 0 and len(counts) > 1:
+                begun[key] = copy.deepcopy(cache), read
+        found.append(read)
         begin = end
     return states + [torch.cat(parts)[-LAST:] for parts in zip(*found, strict=True)]
 
@@ -128,7 +165,7 @@ def _scored(model: Any, ids: Tensor, parents: tuple[int, ...], path: tuple[int, 
     mask = torch.ones_like(rows)
     rows[-1, padding:] = ids[0, :start]
     mask[-1, :padding] = 0
-    source, states = encoded(model, len(rows), LONG)
+    source, states = encoded(model, len(rows), _length())
     is_chain = path == tuple(range(len(parents)))
     runner = runner_for(model, new_cache(model), hidden_states=True, one_chain=is_chain)
     runner.prefill_tokens(rows, mask, source=source or None)
@@ -145,7 +182,7 @@ def _of_tokens(hidden_states: Sequence[Tensor], logits: Tensor) -> States:
     return [states[-1] for states in (*hidden_states, logits) if states.ndim == logits.ndim]
 
 
-def _first_difference(model: Any, *ways: Callable[[], States]) -> str:
+def _first_difference(model: Any, *ways: Way) -> str:
     """Name the first module whose output for one token differs between two ways of reading it.
 
     It is the last token of the text, and the first one of a source: sources are padded on the right.
@@ -162,7 +199,7 @@ def _first_difference(model: Any, *ways: Callable[[], States]) -> str:
                 found[module] = states[-1, 0 if module in of_source else -1]
 
         with hooked(list(model.modules()), after=note):
-            read()
+            read({})
         outputs.append(found)
     names = {module: place for place, module in model.named_modules()}
     for module, states in outputs[0].items():

@@ -7,14 +7,18 @@ places, so that it adds up the same numbers in the same order wherever they lie.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from transformers.masking_utils import AttentionMaskInterface, bidirectional_mask_function, sdpa_mask
 
 from ..scoring.masks import open_block
@@ -22,50 +26,88 @@ from ..scoring.trials import ExplainedError
 
 NAME = "hf_spec_invariant"  # of the attention in transformers' lists of attention and mask functions
 COLUMNS = "_hf_spec_columns"  # the attribute of a mask that holds its ``Columns``
+PLACES, SHORT = 128, 16  # of a block of keys, usually and in ``short_blocks``
+NODES = 256  # of a text that are attended to at once, at most
+
+_places: ContextVar[int | None] = ContextVar("places", default=None)
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """The shapes in which the kernel of attention runs, so that a query's bits do not depend on what runs with it.
+
+    Each node has ``group`` queries for a key head. A call computes so many queries as one of ``queries`` says, and
+    keys of a block of ``places``, or of its first ones: a multiple of ``step``.
+    """
+
+    group: int
+    queries: tuple[int, ...]
+    places: int
+    step: int
+
+    def tiles(self, states: Tensor) -> Tensor:
+        """Turn ``states`` (heads, nodes, group, width) into tiles of queries: (tiles, heads, queries, width)."""
+        rows = states.flatten(1, 2)
+        count = rows.shape[1]
+        size = next((size for size in self.queries if size >= count), self.queries[-1])
+        tiles: Tensor = pad(rows, (0, 0, 0, -count % size)).unflatten(1, (-1, size)).transpose(0, 1)
+        return tiles
+
+    def nodes(self, tiles: Tensor, count: int) -> Tensor:
+        """Undo ``tiles`` for so many nodes."""
+        rows = tiles.transpose(0, 1).flatten(1, 2)
+        nodes: Tensor = rows[:, : count * self.group].unflatten(1, (count, self.group))
+        return nodes
+
+    def of_one_node(self, states: Tensor) -> Tensor:
+        """Turn ``states`` (nodes, heads, group, width) into a tile for each node."""
+        size = next(size for size in self.queries if size >= self.group)
+        return pad(states, (0, 0, 0, size - self.group))
 
 
 @dataclass(frozen=True)
 class Block:
-    """One block of places of one row, as its nodes see it.
+    """One block of places, as the nodes of a text see it: ``mask`` (tiles, 1, queries, places) is added to scores.
 
-    ``first`` and ``end`` are the nodes that see any of it. ``mask`` (nodes, 1, 1, places) is added to their scores;
-    with biases it is (nodes, key heads, group, places).
+    Where each node has keys of its own, it is a tile. With biases there is a mask for each key head.
     """
 
     number: int
-    first: int
-    end: int
     mask: Tensor
 
 
 @dataclass(frozen=True)
 class RowColumns:
-    """The keys of one row: blocks that its nodes share, and those in which each node has keys of its own.
+    """The keys of one text: blocks that its nodes share, and those in which each node has keys of its own.
 
-    ``shared`` (places,) and ``own`` (nodes, places) are the columns at the places of the blocks; ``None`` for
-    ``shared``: column c of the cache is place c. Columns of empty places are any.
+    ``shared`` (places,) and ``own`` (nodes, places) are the columns at the places of the blocks, of which empty ones
+    have any. Where shared columns lie one after the other, ``shared`` is the first of them.
     """
 
-    shared: Tensor | None
+    shared: Tensor | int
     shared_blocks: list[Block]
     own: Tensor
     own_blocks: list[Block]
 
-    def with_bias(self, bias: Tensor, size: int) -> RowColumns:
-        """Add ``bias`` (nodes, key heads, group, columns) to the masks of blocks of ``size`` places."""
-        shared, own, last = [], [], bias.shape[-1] - 1
-        begin = 0 if self.shared is None or not self.shared_blocks else self.shared_blocks[0].number
+    def with_bias(self, bias: Tensor, tiling: Tiling) -> RowColumns:
+        """Add ``bias`` (nodes, key heads, group, columns) to the masks."""
+        shared, own, size = [], [], tiling.places
+        places = torch.arange(size, device=bias.device)
         for block in self.shared_blocks:
-            places = torch.arange(size, device=bias.device) + (block.number - begin) * size
-            column = places.clamp(max=last) if self.shared is None else self.shared[places]
-            shared.append(_biased(block, bias[block.first : block.end].index_select(-1, column)))
-        begin = self.own_blocks[0].number if self.own_blocks else 0
-        for block in self.own_blocks:
-            place = (block.number - begin) * size
-            column = self.own[block.first : block.end, place : place + size]
-            of_nodes = bias[block.first : block.end]
-            own.append(_biased(block, of_nodes.gather(-1, column[:, None, None].expand(*of_nodes.shape[:3], -1))))
+            at = places[: block.mask.shape[-1]] + (block.number - self.shared_blocks[0].number) * size
+            column = at + self.shared if isinstance(self.shared, int) else self.shared[at]
+            of_nodes = bias.index_select(-1, column.clamp(max=bias.shape[-1] - 1))
+            shared.append(_biased(block, tiling.tiles(of_nodes.transpose(0, 1))))
+        for block, column in self.own_columns(size):
+            index = column[:, None, None].expand(*bias.shape[:3], -1)
+            own.append(_biased(block, tiling.of_one_node(bias.gather(-1, index))))
         return dataclasses.replace(self, shared_blocks=shared, own_blocks=own)
+
+    def own_columns(self, size: int) -> Iterator[tuple[Block, Tensor]]:
+        """Yield each block of ``size`` places in which nodes have keys of their own, and its columns."""
+        for block in self.own_blocks:
+            place = (block.number - self.own_blocks[0].number) * size
+            yield block, self.own[:, place : place + block.mask.shape[-1]]
 
 
 def _biased(block: Block, bias: Tensor) -> Block:
@@ -99,25 +141,36 @@ class Text:
         own = self.place.masked_fill(~self.visible, 0).amax(1, keepdim=True)  # of each node: the last that it sees
         return bias.to(own.device)[:, None, None] * (self.place - own)
 
-    def columns(self, size: int, dtype: torch.dtype) -> RowColumns:
-        """Sort the keys into blocks of ``size`` places; masks are of ``dtype``."""
-        visible, place = self.visible, self.place
+    def in_pieces(self) -> list[Text]:
+        """Cut a long text into pieces of ``NODES`` nodes, which compute no blocks that only later ones see."""
+        count, first = len(self.visible), self.nodes.start or 0
+        if count <= NODES:
+            return [self]
+        parts = [slice(begin, min(begin + NODES, count)) for begin in range(0, count, NODES)]
+        return [
+            dataclasses.replace(self, visible=self.visible[part], nodes=slice(first + part.start, first + part.stop))
+            for part in parts
+        ]
+
+    def columns(self, tiling: Tiling, dtype: torch.dtype) -> RowColumns:
+        """Sort the keys into blocks; masks are of ``dtype``."""
+        visible, place, size = self.visible, self.place, tiling.places
         if not visible.any():  # a piece of a prompt that is all padding in this row
-            return RowColumns(None, [], place[:0], [])
+            return RowColumns(0, [], place[:0], [])
         places = place[visible.any(0)]
         begin, end = int(places.min()) // size, int(places.max()) // size + 1  # in blocks
         split = end if self.split is None else min(end, max(begin, self.split // size))
         is_shared = place < split * size
-        shared, mask = _by_place(visible & is_shared, place, begin * size, split * size)
-        columns = shared[visible.shape[0]]
-        own, own_mask = _by_place(visible & ~is_shared, place, split * size, end * size)
+        shared, filled = _by_place(visible & is_shared, place, begin * size, split * size)
+        own, own_filled = _by_place(visible & ~is_shared, place, split * size, end * size)
         known = (visible.any(0) & is_shared).nonzero()[:, 0]
-        identity = begin == 0 and torch.equal(place[known], known)
+        first = known[0] - place[known[0]] + begin * size if len(known) else place.new_zeros(())
+        in_order = first >= 0 and torch.equal(known - first, place[known] - begin * size)
         return RowColumns(
-            None if identity else columns,
-            _blocks(mask, begin, size, dtype),
-            own[: visible.shape[0]],
-            _blocks(own_mask, split, size, dtype),
+            int(first) if in_order else shared[len(visible)],
+            _blocks(filled, begin, tiling, dtype, shared=True),
+            own[: len(visible)],
+            _blocks(own_filled, split, tiling, dtype, shared=False),
         )
 
 
@@ -128,44 +181,68 @@ class Columns:
     """
 
     def __init__(self, texts: Sequence[Text]) -> None:
-        self._texts = texts
-        self._found: dict[tuple[int, torch.dtype], list[tuple[Text, RowColumns]]] = {}
-        self._with_bias: tuple[Tensor, int, list[tuple[Text, RowColumns]]] | None = None  # the last, for all layers
+        self._texts = [piece for text in texts for piece in text.in_pieces()]
+        self.places = places_of_block()
+        self._found: dict[tuple[Tiling, torch.dtype], list[tuple[Text, RowColumns]]] = {}
+        self._with_bias: tuple[Tensor, Tiling, list[tuple[Text, RowColumns]]] | None = None  # the last, for all layers
 
-    def of_texts(self, size: int, dtype: torch.dtype) -> list[tuple[Text, RowColumns]]:
-        """Return the columns of each text in blocks of ``size`` places; masks are of ``dtype``."""
-        found = self._found.get((size, dtype))
+    def of_texts(self, tiling: Tiling, dtype: torch.dtype) -> list[tuple[Text, RowColumns]]:
+        """Return the columns of each text; masks are of ``dtype``."""
+        found = self._found.get((tiling, dtype))
         if found is None:
-            found = []
+            columns: dict[tuple[int, int], RowColumns] = {}  # of texts that see the same
             for text in self._texts:
-                is_like_last = found and text.visible is found[-1][0].visible and text.place is found[-1][0].place
-                found.append((text, found[-1][1] if is_like_last else text.columns(size, dtype)))
-            self._found[size, dtype] = found
+                if (key := (id(text.visible), id(text.place))) not in columns:
+                    columns[key] = text.columns(tiling, dtype)
+            found = [(text, columns[id(text.visible), id(text.place)]) for text in self._texts]
+            self._found[tiling, dtype] = found
         return found
 
-    def with_bias(self, bias: Tensor, key_heads: int, size: int, dtype: torch.dtype) -> list[tuple[Text, RowColumns]]:
+    def with_bias(
+        self, bias: Tensor, key_heads: int, tiling: Tiling, dtype: torch.dtype
+    ) -> list[tuple[Text, RowColumns]]:
         """Do as ``of_texts``, and add ``bias`` to the masks.
 
         It is (batch or 1, heads, nodes, columns), or (heads,): by how much a key counts less for each place that it is
         away.
         """
-        if self._with_bias is None or self._with_bias[0] is not bias or self._with_bias[1] != size:
+        if self._with_bias is None or self._with_bias[0] is not bias or self._with_bias[1] != tiling:
             if bias.requires_grad and torch.is_grad_enabled():
                 raise ExplainedError("position biases have no gradients in hf_spec.invariant; use torch.no_grad()")
             found = []
-            for text, row in self.of_texts(size, dtype):
+            for text, row in self.of_texts(tiling, dtype):
                 by_node = text.bias_of(bias).unflatten(0, (key_heads, -1)).permute(2, 0, 1, 3)
-                found.append((text, row.with_bias(by_node, size)))
-            self._with_bias = bias, size, found
+                found.append((text, row.with_bias(by_node, tiling)))
+            self._with_bias = bias, tiling, found
         return self._with_bias[2]
 
 
-@functools.lru_cache(maxsize=8)
+def places_of_block() -> int:
+    """Return how many places a block of keys has: fewer while this thread is in ``short_blocks``."""
+    return _places.get() or PLACES
+
+
+@contextlib.contextmanager
+def short_blocks() -> Iterator[None]:
+    """Let forwards of this thread have blocks of few places, so that short texts have several."""
+    token = _places.set(SHORT)
+    try:
+        yield
+    finally:
+        _places.reset(token)
+
+
 def columns_of_all(batch: int, nodes: int, keys: int, device: torch.device) -> Columns:
     """Return the columns of nodes that all see all ``keys``, where there is no mask."""
+    return _columns_of_all(batch, nodes, keys, device, places_of_block())
+
+
+@functools.lru_cache(maxsize=8)
+def _columns_of_all(batch: int, nodes: int, keys: int, device: torch.device, places: int) -> Columns:
     visible = torch.ones((nodes, keys), dtype=torch.bool, device=device)
     place = torch.arange(keys, device=device)
-    return Columns([Text(row, visible, place) for row in range(batch)])
+    pieces = Text(0, visible, place).in_pieces()
+    return Columns([dataclasses.replace(piece, row=row) for row in range(batch) for piece in pieces])
 
 
 def _by_place(visible: Tensor, place: Tensor, first: int, end: int) -> tuple[Tensor, Tensor]:
@@ -191,17 +268,21 @@ def hidden_score(dtype: torch.dtype) -> float:
     return torch.finfo(dtype).min / 2
 
 
-def _blocks(filled: Tensor, begin: int, size: int, dtype: torch.dtype) -> list[Block]:
-    """Cut ``filled`` (nodes, places) into blocks, the first of them number ``begin``, and leave out empty ones."""
-    found = []
-    low = hidden_score(dtype)
-    for number, part in enumerate(filled.split(size, dim=1) if filled.shape[1] else ()):
-        sees = part.any(1).nonzero()[:, 0].tolist()
-        if sees:
-            first, end = sees[0], sees[-1] + 1
-            mask = torch.zeros_like(part, dtype=dtype).masked_fill_(~part, low)
-            found.append(Block(begin + number, first, end, mask[first:end].view(end - first, 1, 1, size)))
-    return found
+def _blocks(filled: Tensor, begin: int, tiling: Tiling, dtype: torch.dtype, shared: bool) -> list[Block]:
+    """Cut ``filled`` (nodes, places) into blocks, the first of them number ``begin``, and leave out empty ones.
+
+    The last places of a block are left out if they are empty. Keys are ``shared`` by the nodes, or each one's own.
+    """
+    size = tiling.places
+    if not filled.shape[1]:
+        return []
+    mask = torch.zeros_like(filled, dtype=dtype).masked_fill_(~filled, hidden_score(dtype))
+    of_queries = mask[None, :, None].expand(-1, -1, tiling.group, -1)
+    mask = tiling.tiles(of_queries) if shared else mask[:, None, None]
+    ends = torch.arange(1, size + 1, device=filled.device) * filled.any(0).view(-1, size)  # 0 where nothing is
+    used = [-(-end // tiling.step) * tiling.step for end in ends.amax(1).tolist()]
+    parts = zip(itertools.count(begin), mask.split(size, -1), used, strict=False)
+    return [Block(number, part[..., :count]) for number, part, count in parts if count]
 
 
 def mask_with_columns(

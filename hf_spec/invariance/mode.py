@@ -9,7 +9,7 @@ import threading
 import types
 import weakref
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Self
 from weakref import WeakKeyDictionary, WeakSet
@@ -28,12 +28,13 @@ from ..scoring.hooks import hooked, mark_as_ours
 from ..scoring.plain import input_device, precision, prompt_kwargs
 from ..scoring.prompts import tokens_for
 from ..scoring.trials import ExplainedError, in_short
-from .attention import KERNELS, Shape, agrees, attention, register_attention
+from .attention import KERNELS, Shape, attention, register_attention, tiling_of
 from .check import check_bits, check_close, logits_at_once
-from .columns import NAME
+from .columns import NAME, PLACES, SHORT
+from .known import State, address, settings_of_torch
 from .mixtures import BATCHED, is_mixture, mixture_in_sizes, states_of_rows, way_of_experts
 from .own_attention import attend_by_ours, multiplies_rows
-from .rows import SIZES, agreeing_sizes, cancelling, in_sizes, one_by_one, sizes_on, with_float32
+from .rows import ALIGNMENT, SIZES, agreeing_sizes, cancelling, in_sizes, one_by_one, sizes_on, with_float32
 from .sources import CONVOLUTIONS, convolutions_of_source, encoded, read_text, why_no_source
 
 PROBE = 2  # tokens of the forward that finds out what a model computes
@@ -50,10 +51,13 @@ class _Kind:
     """What decides by which kernel a module computes rows: modules of one kind are tried once."""
 
     module: type[nn.Module]
+    forward: Any
     inputs: int
     outputs: int
     dtype: torch.dtype
-    weights: tuple[type, ...]
+    weights: tuple[tuple[type, Hashable, int], ...]  # the class of each, its strides, and how it is aligned
+    device: torch.device
+    settings: Hashable  # of torch
 
 
 @dataclass(eq=False)
@@ -109,6 +113,11 @@ class Invariance(contextlib.AbstractContextManager["Invariance"]):
         return f"invariant: {'; '.join(parts)}; bits compared"
 
 
+_tried: dict[_Kind, tuple[int, ...]] = {}  # in this process
+# What models were like when they were compared, and the numbers of rows that their modules compute.
+_found: WeakKeyDictionary[nn.Module, tuple[State, Mapping[nn.Module, tuple[int, ...]]]] = WeakKeyDictionary()
+
+
 def invariant(model: PreTrainedModel) -> Invariance:
     """Give each row of ``model`` the same bits whatever is computed with it, until the result is closed.
 
@@ -123,7 +132,8 @@ def invariant(model: PreTrainedModel) -> Invariance:
     processor, another number of threads, another version of torch and packed weights may give other bits.
 
     The products of the model are tried, and its forwards compared bit by bit, before anything else runs. That takes
-    some forwards. A copy of the model, by ``copy.deepcopy``, is outside of the mode.
+    some forwards, and none for a model that has not changed since it was compared. A copy of the model, by
+    ``copy.deepcopy``, is outside of the mode.
 
     Errors: a ValueError if the model computes anything that depends on the other rows; it names the module. A
     TypeError for what is no model of transformers.
@@ -149,19 +159,31 @@ def _itself(changed: Any) -> Any:
 def _begin(mode: Invariance, model: Any) -> None:
     _refuse(model)
     register_attention()
+    state, mode._adapters = State(model), active_adapters(model)
+    known, sizes = _found.get(model, (None, {}))
     try:
+        if state == known:
+            _change(mode, model)
+            _compute_rows(mode, model, sizes)
+            return
         with torch.no_grad():
             # Half precision rounds so much that the logits of some models say nothing.
             outside = _logits_outside(model) if precision(model) == torch.float32 else None
-            mode._undo += [_attend(model), attend_by_ours(model), _stay_eager(model), _copy_outside(mode, model)]
-            _prepare(mode, model, *_probe(model))
-            check_bits(model)
+            _change(mode, model)
+            sizes = _tried_sizes(model, *_probe(model))
+            _compute_rows(mode, model, sizes)
+            logits = check_bits(model)
             if outside is not None:
-                check_close(model, outside)
-            mode._adapters = active_adapters(model)
+                check_close(model, logits, outside)
+        _found[model] = state, WeakKeyDictionary(sizes)
     except BaseException:
         mode._end()
         raise
+
+
+def _change(mode: Invariance, model: Any) -> None:
+    """Let ``model`` attend by our function, compile nothing, and make copies that are outside of the mode."""
+    mode._undo += [_attend(model), attend_by_ours(model), _stay_eager(model), _copy_outside(mode, model)]
 
 
 def _logits_outside(model: Any) -> Tensor:
@@ -366,46 +388,57 @@ def _computes_rows(module: nn.Module) -> bool:
     return kind.__name__.endswith("Norm") or isinstance(module, ACTIVATIONS) or is_mixture(module)
 
 
-def _prepare(
-    mode: Invariance,
-    model: Any,
-    inputs: dict[nn.Module, Tensor],
-    shapes: set[Shape],
-) -> None:
-    """Try what the model computes, and let its modules compute rows in numbers that agree."""
-    name, config = type(model).__name__, _text_config(model)
-    device, convolutions = input_device(model), convolutions_of_source(model)
-    most = sizes_on(device)[-1]
-    on_cpu = f"on this processor with {mode.threads} threads; try torch.set_num_threads(1)"
+def _tried_sizes(model: Any, inputs: dict[nn.Module, Tensor], shapes: set[Shape]) -> dict[nn.Module, tuple[int, ...]]:
+    """Try what the model computes; return in which numbers of rows its modules give a row the same bits.
+
+    Errors: a ValueError if a module gives them in none.
+    """
+    name, config, threads = type(model).__name__, _text_config(model), torch.get_num_threads()
+    device, found = input_device(model), dict[nn.Module, tuple[int, ...]]()
+    found |= dict.fromkeys(convolutions_of_source(model), SIZES[:1])
+    on_cpu = f"on this processor with {threads} threads; try torch.set_num_threads(1)"
     where = on_cpu if device.type == "cpu" else f"on {device.type} with torch {torch.__version__}"
     for shape in shapes:
-        if not agrees(shape, device):
-            key_heads, group, width, dtype, _ = shape
-            raise ValueError(
-                f"{name} cannot be made invariant: attention of {key_heads} heads of {group} queries, {width} wide in "
-                f"{dtype}, depends on the other nodes {where}."
-            )
-    tried: dict[_Kind, tuple[int, ...]] = {}
+        for places in (PLACES, SHORT):
+            try:
+                tiling_of(shape, device, places)
+            except ExplainedError as error:
+                raise ValueError(f"{name} cannot be made invariant: {error} {where}.") from error
+    own: dict[_Kind, tuple[int, ...]] = {}  # of modules that other models need not have alike
     for place, module in model.named_modules():
-        if module in convolutions:
-            mode._undo.append(_compute_in(module, SIZES[:1], mode.threads, config))
         if not _computes_rows(module) or (module not in inputs and not isinstance(module, nn.Linear | Conv1D)):
             continue
-        kind = _kind(module, inputs.get(module))
+        kind = _kind(module, inputs.get(module), device)
+        tried = _tried if _is_known(module) else own
         if kind not in tried:
-            sample = torch.randn(most, kind.inputs, generator=torch.Generator().manual_seed(0))
-            sample = sample.to(device, kind.dtype)
-            tried[kind] = _sizes_of(module, sample, config)
-        if not (sizes := tried[kind]):
+            sample = torch.randn(sizes_on(device)[-1], kind.inputs, generator=torch.Generator().manual_seed(0))
+            tried[kind] = _sizes_of(module, sample.to(device, kind.dtype), config)
+        if not tried[kind]:
             raise ValueError(
                 f"{name} cannot be made invariant: {place} ({kind.module.__name__}) gives a row other bits at another "
                 f"place {where}."
             )
+        found[module] = tried[kind]
+    return found
+
+
+def _is_known(module: nn.Module) -> bool:
+    """Tell whether all of the ``module`` that chooses its kernels is its ``_Kind``."""
+    kinds, plain = {type(one) for one in module._parameters.values()}, {nn.Parameter, type(None)}
+    return kinds <= plain and not is_mixture(module) and "forward" not in vars(module)
+
+
+def _compute_rows(mode: Invariance, model: Any, found: Mapping[nn.Module, tuple[int, ...]]) -> None:
+    """Let modules of ``model`` compute rows in the numbers that were ``found``."""
+    config, every = _text_config(model), sizes_on(input_device(model))
+    for module in model.modules():
+        if (sizes := found.get(module)) is None:
+            continue
         if isinstance(module, nn.Linear | Conv1D):
             mode.products[sizes] += 1
         elif is_mixture(module):
             mode.mixtures[sizes] += 1
-        elif sizes == sizes_on(device):
+        elif sizes == every:
             continue  # each row by itself already
         mode._undo.append(_compute_in(module, sizes, mode.threads, config))
 
@@ -420,7 +453,7 @@ def _sizes_of(module: nn.Module, sample: Tensor, config: Any) -> tuple[int, ...]
     return SIZES[:1]  # how many rows an expert gets depends on the others; trials would not find each number
 
 
-def _kind(module: nn.Module, states: Tensor | None) -> _Kind:
+def _kind(module: nn.Module, states: Tensor | None, device: torch.device) -> _Kind:
     weights = [one for one in module._parameters.values() if one is not None]
     if isinstance(module, nn.Linear):
         inputs, outputs = module.in_features, module.out_features
@@ -430,7 +463,9 @@ def _kind(module: nn.Module, states: Tensor | None) -> _Kind:
         assert states is not None
         inputs = outputs = states.shape[-1]
     dtype = weights[0].dtype if states is None else states.dtype
-    return _Kind(type(module), inputs, outputs, dtype, tuple(map(type, weights)))
+    layouts = tuple((type(one), one.stride(), address(one) % ALIGNMENT) for one in weights)
+    forward, settings = type(module).forward, settings_of_torch()
+    return _Kind(type(module), forward, inputs, outputs, dtype, layouts, device, settings)
 
 
 def _compute_in(module: nn.Module, sizes: tuple[int, ...], threads: int, config: Any) -> Undo:

@@ -8,14 +8,14 @@ the next one, or split.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
 
 SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32, 48, 64)  # numbers of rows that are tried, and no others are used
 MORE = (96, 128, 256, 512)  # of an accelerator, which computes so many in the time of a few
-WINDOWS, CANCELLED = 4, 64  # in how many steps a trial goes over its rows; outputs that are close to 0 in it
+TRIED, CANCELLED = 24, 64  # rows of each size, at least; outputs that are close to 0
 ALIGNMENT = 64  # bytes, as torch allocates: products of one library sum otherwise where an input begins elsewhere
 
 Function = Callable[[Tensor], Tensor]
@@ -30,17 +30,24 @@ def sizes_on(device: torch.device) -> tuple[int, ...]:
 def agreeing_sizes(function: Function, sample: Tensor) -> tuple[int, ...]:
     """Return the numbers of rows for which ``function`` gives a row the same bits, at whichever place it stands.
 
-    ``sample`` (rows, inputs) are random numbers, as many rows as are tried at most. The result is the largest group of
-    sizes that agree, and of two the one that begins with fewer rows. It is empty if the place of a row matters for
-    each number of rows.
+    ``sample`` (rows, inputs) are random numbers, as many rows as are tried at most.
+    """
+    return agreeing(lambda rows: function(sample[rows]), len(sample), sizes_on(sample.device))
+
+
+def agreeing(function: Callable[[list[int]], Tensor], count: int, sizes: Sequence[int]) -> tuple[int, ...]:
+    """Do as ``agreeing_sizes`` for a ``function`` of the numbers of rows, of which there are ``count``.
+
+    The result is the largest group of ``sizes`` that agree, and of two the one that begins with fewer rows. It is
+    empty if the place of a row matters for each number of rows.
     """
     groups: list[tuple[dict[int, Tensor], list[int]]] = []
-    for size in reversed(sizes_on(sample.device)):
-        found = _bits_by_row(function, sample, size)
+    for size in reversed(sizes):
+        found = _bits_by_row(function, count, size)
         if found is None:
             continue
         for known, members in groups:
-            if all(torch.equal(known[row], bits) for row, bits in found.items()):
+            if all(torch.equal(known[row], bits) for row, bits in found.items() if row in known):
                 members.append(size)
                 break
         else:
@@ -49,15 +56,17 @@ def agreeing_sizes(function: Function, sample: Tensor) -> tuple[int, ...]:
     return tuple(sorted(best))
 
 
-def _bits_by_row(function: Function, sample: Tensor, size: int) -> dict[int, Tensor] | None:
+def _bits_by_row(function: Callable[[list[int]], Tensor], count: int, size: int) -> dict[int, Tensor] | None:
     """Return the results of some rows by number; ``None`` if a row's place among ``size`` changes its bits."""
     found: dict[int, Tensor] = {}
-    order, last = list(range(len(sample))), len(sample) - size
-    firsts = sorted({last * part // WINDOWS for part in range(WINDOWS + 1)})
-    windows = [order[first : first + size] for first in firsts]
-    turned = [rows[by:] + rows[:by] for rows in (windows[0], windows[-1]) for by in (1, size // 2)]
-    for rows in windows + turned:
-        for row, bits in zip(rows, function(sample[rows]), strict=True):
+    windows = max(1, TRIED // size)
+    firsts = [(count - size) * part // windows for part in range(windows)]
+    orders = [list(range(first, first + size)) for first in firsts]
+    if size > 1:  # turned by one, each row stands next to where it stood before; by half, all stand far from there
+        first, last, half = orders[0], list(range(count - size, count)), size // 2
+        orders += [first[1:] + first[:1], last[half:] + last[:half]]
+    for rows in orders:
+        for row, bits in zip(rows, function(rows), strict=True):
             if row in found and not torch.equal(found[row], bits):
                 return None
             found[row] = bits
@@ -72,7 +81,7 @@ def cancelling(linear: Function, rows: Tensor) -> Tensor:
     """
     inputs, generator = rows.shape[1], torch.Generator().manual_seed(1)
     drawn = torch.randn(min(2 * CANCELLED, inputs), inputs, generator=generator).to(rows)
-    at_zero = linear(torch.zeros_like(drawn)).double().cpu()
+    at_zero = linear(torch.zeros_like(drawn[:1])).double().cpu()
     outputs = linear(drawn).double().cpu() - at_zero
     some = min(len(drawn) // 2, outputs.shape[1])
     outputs, wanted = outputs[:, :some].T, -at_zero[0, :some]  # (some, drawn), (some,)

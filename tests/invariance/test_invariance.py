@@ -19,8 +19,8 @@ from twins import SHAPES, Oracle, draft
 
 import hf_spec
 from hf_spec import SpeculationConfig
-from hf_spec.invariance import attention, check, columns, mode, rows
-from hf_spec.invariance.attention import attend_block, block_size
+from hf_spec.invariance import attention, columns, mode, rows
+from hf_spec.invariance.attention import attend_block
 from hf_spec.invariance.rows import SIZES, agreeing_sizes, cancelling, in_sizes, with_float32
 from hf_spec.scoring import selfcheck
 from hf_spec.scoring.prompts import Prompt
@@ -44,10 +44,10 @@ OPTIONS: dict[str, Any] = {
 
 @pytest.fixture(autouse=True)
 def short_blocks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let blocks of keys have 22 places, so that short texts have several."""
+    """Let blocks of keys have 32 places, so that short texts have several, and forget which models were compared."""
+    monkeypatch.setattr(mode, "_found", weakref.WeakKeyDictionary())
     if "real" not in request.node.name:
-        monkeypatch.setattr(attention, "PLACES", 32)
-        monkeypatch.setattr(check, "LONG", 32)
+        monkeypatch.setattr(columns, "PLACES", 32)
 
 
 @pytest.fixture
@@ -340,7 +340,7 @@ def test_weights_and_threads_stay_as_they_were_tried() -> None:
     ("name", "reason"),
     [
         ("qwen3_next", r"layers\.0\.linear_attn"),
-        ("jamba", r"layers\.0\.mamba\.x_proj"),
+        ("jamba", r"layers\.0\.mamba\."),
         ("mamba2", r"layers\.0\.mixer"),
         ("rwkv", "does not look its attention up"),
         ("deepseek_v32", "DeepseekV32Attention attends with indices"),
@@ -443,7 +443,7 @@ def test_keys_that_padding_shifts_are_found(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_keys_at_scattered_columns_have_other_bits() -> None:
-    size, width = block_size(64, torch.device("cpu")), 64
+    size, width = columns.PLACES, 64
     generator = torch.Generator().manual_seed(0)
     query, key, value = (torch.randn(1, 1, count, width, generator=generator) for count in (1, size, size))
     seen = torch.arange(size) < size // 2

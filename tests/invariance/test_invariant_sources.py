@@ -155,10 +155,11 @@ def test_all_parts_attend_as_before_after_the_mode() -> None:
 
 
 def test_sources_that_all_see_the_same_share_their_columns() -> None:
-    found = columns.columns_of_all(3, 2, 40, torch.device("cpu")).of_texts(22, torch.float32)
+    tiling = columns.Tiling(3, (8, 16), 32, 16)
+    found = columns.columns_of_all(3, 2, 40, torch.device("cpu")).of_texts(tiling, torch.float32)
     assert [text.row for text, _ in found] == [0, 1, 2]
     assert all(row is found[0][1] for _, row in found)
-    assert [block.mask.shape[-1] for block in found[0][1].shared_blocks] == [22, 22]
+    assert [block.mask.shape[-1] for block in found[0][1].shared_blocks] == [32, 16]
 
 
 # -- what is refused, and mistakes that must be found -----------------------------------------------------------------
