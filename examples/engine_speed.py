@@ -526,7 +526,7 @@ def table(content: dict[str, Any]) -> str:
     return "\n".join(lines).rstrip() + "\n"
 
 
-def summary(contents: Sequence[dict[str, Any]]) -> str:
+def summary(contents: Sequence[dict[str, Any]], with_parts: bool = True) -> str:
     """Write raw files of one run as one table: a row for each method, a column for each batch size.
 
     A cell is tokens per second, how many times plain under the same conditions that is, and seconds of the parts.
@@ -538,16 +538,28 @@ def summary(contents: Sequence[dict[str, Any]]) -> str:
     titles = sorted({title for rows in found.values() for title in rows}, key=order)
     lines = [f"| | {' | '.join(f'{batch} at once' for batch in found)} |", f"|{'---|' * (len(found) + 1)}"]
     for title in titles:
-        lines.append(f"| {title} | {' | '.join(cell_of(rows.get(title)) for rows in found.values())} |")
+        cells = (cell_of(rows.get(title), with_parts) for rows in found.values())
+        lines.append(f"| {named(title)} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 
-def cell_of(row: dict[str, Any] | None) -> str:
+def named(title: str) -> str:
+    """Name a method for people: whose it is first, and then its condition."""
+    condition, _, name = title.partition(": ")
+    if condition not in LOCAL:
+        return f"{condition}, {name}"
+    ours = name if name.startswith("hf_spec") else f"transformers, {name}" if name != "plain" else "transformers"
+    return f"{ours}, {condition}"
+
+
+def cell_of(row: dict[str, Any] | None, with_parts: bool) -> str:
     """Write a cell of ``summary``."""
     if row is None:
         return "-"
-    ratio = "" if row["ratio"] is None else f", {row['ratio']:.2f}"
-    parts = "" if None in row["parts"] else f" ({' + '.join(f'{part:.1f}' for part in row['parts'])} s)"
+    ratio = "" if row["ratio"] is None else f" ({row['ratio']:.2f})"
+    parts = (
+        f", {' + '.join(f'{part:.1f}' for part in row['parts'])} s" if with_parts and None not in row["parts"] else ""
+    )
     return f"{row['tokens_per_second']:.1f}{ratio}{parts}"
 
 

@@ -130,8 +130,13 @@ def gpu_short(content: dict[str, Any]) -> str:
 def next_to_engines(contents: list[dict[str, Any]]) -> str:
     """Write raw files of engine_speed.py as one table, and name what could not be measured."""
     errors = {title for content in contents for title in content["errors"]}
-    left = f"\nNot measured: {', '.join(sorted(errors))}.\n" if errors else ""
+    left = f"\nNot measured: {'; '.join(sorted(map(engine_speed.named, errors)))}.\n" if errors else ""
     return f"{made_from(contents[0])}\n{engine_speed.summary(contents)}{left}"
+
+
+def next_to_engines_short(contents: list[dict[str, Any]]) -> str:
+    """Write README's table of the same files."""
+    return f"{engine_speed.summary(contents, with_parts=False)}\n{made_from(contents[0])}"
 
 
 def default_file(name: str, *options: str) -> Table:
@@ -159,6 +164,13 @@ def compiled_file(draft: str, *options: str) -> Table:
     file = RESULTS / f"compiled-{draft}.json"
     given = ["compiled_speed.py --json", f"results/{file.name}", "--draft", draft, *options]
     return Table(compiled, " ".join(given), file)
+
+
+def engines_folder(write: Callable[[list[dict[str, Any]]], str]) -> Table:
+    """Return a table of engine_speed.py's comparison with other engines."""
+    command = "engine_speed.py --out results/next-to-engines --model SMOLLM2 --texts SPEC_BENCH --dtype float32"
+    given = "--cores 2 --prompts short --new-tokens 48 --turns 2 --vllm VLLM/bin/python --llama-cpp LLAMA/bin/python"
+    return Table(write, f"{command} {given}", RESULTS / "next-to-engines")
 
 
 def gpu_file(write: Callable[[dict[str, Any]], str]) -> Table:
@@ -189,12 +201,8 @@ TABLES = {
         "exact-answers",
         "--new-tokens 24 SMOLLM2 SPEC_BENCH",
     ),
-    "next-to-engines": Table(
-        next_to_engines,
-        "engine_speed.py --out results/next-to-engines --model SMOLLM2 --texts SPEC_BENCH --dtype float32 --cores 2"
-        " --prompts short --new-tokens 64 --turns 2 --vllm VLLM/bin/python --llama-cpp LLAMA/bin/python",
-        RESULTS / "next-to-engines",
-    ),
+    "next-to-engines": engines_folder(next_to_engines),
+    "next-to-engines-short": engines_folder(next_to_engines_short),
     "defaults": default_file("defaults", "--rounds 3"),
     "defaults-processors": default_file("defaults-processors", "--rounds 3 --processors"),
     "defaults-300m": default_file(

@@ -192,11 +192,11 @@ def test_files_of_engines_become_one_table(tables: dict[str, Any], tmp_path: Pat
     assert [line for line in page.splitlines() if line.startswith("|")] == [
         "| | 1 at once | 8 at once |",
         "|---|---|---|",
-        "| plain: plain | 2.0, 1.00 (1.5 + 0.2 + 0.2 s) | 2.0, 1.00 (1.5 + 0.2 + 0.2 s) |",
-        "| llama.cpp: plain | 2.0, 1.00 (1.5 + 0.2 + 0.2 s) | - |",
-        "| llama.cpp: lookup | 1.0, 0.50 | - |",
+        "| transformers, plain | 2.0 (1.00), 1.5 + 0.2 + 0.2 s | 2.0 (1.00), 1.5 + 0.2 + 0.2 s |",
+        "| llama.cpp, plain | 2.0 (1.00), 1.5 + 0.2 + 0.2 s | - |",
+        "| llama.cpp, lookup | 1.0 (0.50) | - |",
     ]
-    assert "Not measured: vLLM: plain." in page and "commit 0123456789ab" in page
+    assert "Not measured: vLLM, plain." in page and "commit 0123456789ab" in page
 
 
 def test_changes_since_the_commit_are_told(tables: dict[str, Any]) -> None:
