@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import Cache
+from transformers.cache_utils import CacheLayerMixin
 
 from ..proposal import Proposal
 from ..scoring.architectures import cache_name
@@ -139,7 +141,7 @@ def _read(model: Any, ids: Tensor, mask: Tensor, pieces: Sequence[int], begun: B
     for count in counts:
         end, key = begin + count, (len(ids), count)
         if begin == 0 and key in begun:
-            cache, read = copy.deepcopy(begun[key][0]), begun[key][1]
+            cache, read = _copied(begun[key][0]), begun[key][1]
         else:
             asked = {name: cache, "use_cache": True, "output_hidden_states": True, **source}
             if (positions := kwargs.get("position_ids")) is not None:
@@ -152,10 +154,26 @@ def _read(model: Any, ids: Tensor, mask: Tensor, pieces: Sequence[int], begun: B
             hidden = outputs.decoder_hidden_states if source else outputs.hidden_states
             read = _of_tokens(hidden, outputs.logits)
             if begin == 0 and len(counts) > 1:
-                begun[key] = copy.deepcopy(cache), read
+                begun[key] = _copied(cache), read
         found.append(read)
         begin = end
     return states + [torch.cat(parts)[-LAST:] for parts in zip(*found, strict=True)]
+
+
+def _copied(cache: Any) -> Any:
+    """Return a copy of ``cache``. Its tensors are copied as such: not all devices copy the memory below them."""
+    return copy.deepcopy(cache, {id(tensor): tensor.clone() for tensor in _tensors_in(cache)})
+
+
+def _tensors_in(thing: Any) -> Iterator[Tensor]:
+    if isinstance(thing, Tensor):
+        yield thing
+        return
+    inner: Iterable[Any] = thing if isinstance(thing, list | tuple) else ()
+    if isinstance(thing, dict | Cache | CacheLayerMixin):
+        inner = (thing if isinstance(thing, dict) else vars(thing)).values()
+    for one in inner:
+        yield from _tensors_in(one)
 
 
 def _scored(model: Any, ids: Tensor, parents: tuple[int, ...], path: tuple[int, ...]) -> States:
