@@ -10,13 +10,12 @@ answered one after the other.
 from __future__ import annotations
 
 import json
-import os
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from worker import Answer, serve
 
 # Tensors of a Llama of transformers, and their names in GGUF.
 OUTSIDE = {
@@ -153,29 +152,13 @@ def load(settings: dict[str, Any]) -> tuple[Any, Any]:
     return Llama(str(path), **options | {"logits_all": draft is not None}, draft_model=draft), draft
 
 
-def main() -> None:
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
+def start(settings: dict[str, Any]) -> tuple[dict[str, Any], Answer]:
+    """Return the version, and what answers a request."""
+    import llama_cpp
 
-    def say(line: dict[str, Any]) -> None:
-        answers.write(json.dumps(line) + "\n")
-        answers.flush()
-
-    try:
-        import llama_cpp
-
-        model, draft = load(json.loads(sys.argv[1]))
-    except Exception as error:
-        say({"error": f"{type(error).__name__}: {error}"})
-        raise
-    say({"ready": llama_cpp.__version__})
-    for line in sys.stdin:
-        try:
-            say(answer(model, draft, json.loads(line)))
-        except Exception as error:
-            say({"error": f"{type(error).__name__}: {error}"})
-            raise
+    model, draft = load(settings)
+    return {"ready": llama_cpp.__version__}, lambda request: answer(model, draft, request)
 
 
 if __name__ == "__main__":
-    main()
+    serve(start)

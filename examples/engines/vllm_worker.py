@@ -13,11 +13,11 @@ the standard error. Decoding is greedy, and goes on after the end of a text.
 
 from __future__ import annotations
 
-import json
 import os
-import sys
 import time
 from typing import Any
+
+from worker import Answer, serve
 
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
@@ -49,41 +49,25 @@ def answer(engine: Any, request: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
+def start(settings: dict[str, Any]) -> tuple[dict[str, Any], Answer]:
+    """Return the versions, and what answers a request."""
+    import torch
+    import vllm
 
-    def say(line: dict[str, Any]) -> None:
-        answers.write(json.dumps(line) + "\n")
-        answers.flush()
-
-    settings = json.loads(sys.argv[1])
-    try:
-        import torch
-        import vllm
-
-        engine = vllm.LLM(
-            settings["model"],
-            dtype=settings.get("dtype", "float32"),
-            max_model_len=settings.get("max_model_len"),
-            max_num_seqs=settings.get("max_num_seqs", 8),
-            enforce_eager=settings.get("enforce_eager", False),
-            enable_prefix_caching=False,
-            disable_log_stats=False,
-            speculative_config=settings.get("speculative_config"),
-            seed=0,
-        )
-    except Exception as error:  # whatever an engine of another project raises is its answer
-        say({"error": f"{type(error).__name__}: {error}"})
-        raise
-    say({"ready": vllm.__version__, "torch": torch.__version__, "threads": torch.get_num_threads()})
-    for line in sys.stdin:
-        try:
-            say(answer(engine, json.loads(line)))
-        except Exception as error:
-            say({"error": f"{type(error).__name__}: {error}"})
-            raise
+    engine = vllm.LLM(
+        settings["model"],
+        dtype=settings.get("dtype", "float32"),
+        max_model_len=settings.get("max_model_len"),
+        max_num_seqs=settings.get("max_num_seqs", 8),
+        enforce_eager=settings.get("enforce_eager", False),
+        enable_prefix_caching=False,
+        disable_log_stats=False,
+        speculative_config=settings.get("speculative_config"),
+        seed=0,
+    )
+    versions = {"ready": vllm.__version__, "torch": torch.__version__, "threads": torch.get_num_threads()}
+    return versions, lambda request: answer(engine, request)
 
 
 if __name__ == "__main__":
-    main()
+    serve(start)
