@@ -7,9 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .rows import Function, all_in_sizes
-
-BATCHED = "batched_mm"  # transformers' way of computing each row by products of its own
+from .rows import all_in_sizes
 
 
 def is_mixture(module: nn.Module) -> bool:
@@ -35,11 +33,6 @@ def of_rows(compute: Callable[[Tensor], Any]) -> Callable[[Tensor], tuple[Tensor
         return states.view(len(rows), -1), *others
 
     return results
-
-
-def states_of_rows(compute: Callable[[Tensor], Any]) -> Function:
-    """Do as ``of_rows`` without the routers' results."""
-    return lambda rows: of_rows(compute)(rows)[0]
 
 
 def mixture_in_sizes(compute: Callable[[Tensor], Any], states: Tensor, sizes: tuple[int, ...]) -> Any:

@@ -32,8 +32,8 @@ from .attention import KERNELS, Shape, attention, register_attention, tiling_of
 from .check import check_bits, check_close, logits_at_once
 from .columns import NAME, PLACES, SHORT
 from .known import State, address, settings_of_torch
-from .mixtures import BATCHED, is_mixture, mixture_in_sizes, states_of_rows, way_of_experts
-from .own_attention import attend_by_ours, multiplies_rows
+from .mixtures import is_mixture, mixture_in_sizes, way_of_experts
+from .own_attention import attend_by_ours, multiplies_rows, without_bias
 from .rows import ALIGNMENT, SIZES, agreeing_sizes, cancelling, in_sizes, one_by_one, sizes_on, with_float32
 from .sources import CONVOLUTIONS, convolutions_of_source, encoded, read_text, why_no_source
 
@@ -393,7 +393,7 @@ def _tried_sizes(model: Any, inputs: dict[nn.Module, Tensor], shapes: set[Shape]
 
     Errors: a ValueError if a module gives them in none.
     """
-    name, config, threads = type(model).__name__, _text_config(model), torch.get_num_threads()
+    name, threads = type(model).__name__, torch.get_num_threads()
     device, found = input_device(model), dict[nn.Module, tuple[int, ...]]()
     found |= dict.fromkeys(convolutions_of_source(model), SIZES[:1])
     on_cpu = f"on this processor with {threads} threads; try torch.set_num_threads(1)"
@@ -412,7 +412,7 @@ def _tried_sizes(model: Any, inputs: dict[nn.Module, Tensor], shapes: set[Shape]
         tried = _tried if _is_known(module) else own
         if kind not in tried:
             sample = torch.randn(sizes_on(device)[-1], kind.inputs, generator=torch.Generator().manual_seed(0))
-            tried[kind] = _sizes_of(module, sample.to(device, kind.dtype), config)
+            tried[kind] = _sizes_of(module, sample.to(device, kind.dtype))
         if not tried[kind]:
             raise ValueError(
                 f"{name} cannot be made invariant: {place} ({kind.module.__name__}) gives a row other bits at another "
@@ -443,14 +443,13 @@ def _compute_rows(mode: Invariance, model: Any, found: Mapping[nn.Module, tuple[
         mode._undo.append(_compute_in(module, sizes, mode.threads, config))
 
 
-def _sizes_of(module: nn.Module, sample: Tensor, config: Any) -> tuple[int, ...]:
+def _sizes_of(module: nn.Module, sample: Tensor) -> tuple[int, ...]:
     if isinstance(module, nn.Linear | Conv1D):
+        module = without_bias(module) if multiplies_rows(module) else module
         return agreeing_sizes(module, cancelling(module, sample))
-    if not is_mixture(module):
-        return agreeing_sizes(with_float32(module), sample)
-    if way_of_experts(config) == BATCHED:
-        return agreeing_sizes(states_of_rows(module), sample)
-    return SIZES[:1]  # how many rows an expert gets depends on the others; trials would not find each number
+    if is_mixture(module):
+        return SIZES[:1]  # how many rows an expert gets depends on the others; trials would not find each number
+    return agreeing_sizes(with_float32(module), sample)
 
 
 def _kind(module: nn.Module, states: Tensor | None, device: torch.device) -> _Kind:

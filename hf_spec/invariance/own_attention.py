@@ -6,6 +6,7 @@ added by distance in the text; transformers counts columns from either end.
 
 from __future__ import annotations
 
+import copy
 import functools
 import sys
 import types
@@ -42,6 +43,13 @@ def attend_by_ours(model: Any) -> Callable[[Callable[[Any], Any]], None]:
 def multiplies_rows(module: nn.Module) -> bool:
     """Tell whether ``module`` is Falcon's kind of linear layer, which adds its bias apart."""
     return type(module).__name__ == "FalconLinear" and _is_of_transformers(module)
+
+
+def without_bias(module: nn.Module) -> nn.Module:
+    """Return a layer like ``module`` without its bias, which would hide how a product was rounded."""
+    found = copy.copy(module)
+    found._parameters = module._parameters | {"bias": None}
+    return found
 
 
 def _is_of_transformers(module: nn.Module) -> bool:

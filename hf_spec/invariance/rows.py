@@ -9,13 +9,18 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ..packing.weight import PackedWeight, values_of
+
 SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32, 48, 64)  # numbers of rows that are tried, and no others are used
 MORE = (96, 128, 256, 512)  # of an accelerator, which computes so many in the time of a few
-TRIED, CANCELLED = 24, 64  # rows of each size, at least; outputs that are close to 0
+TRIED = 24  # rows of each size, at least
+LARGE = 64  # numbers that cancel out, so that float16 has smaller ones than their rounding
+CANCELLED, PARTS = 64, 8  # outputs of a row that are close to 0, at most; parts of the rows, each with other outputs
 ALIGNMENT = 64  # bytes, as torch allocates: products of one library sum otherwise where an input begins elsewhere
 
 Function = Callable[[Tensor], Tensor]
@@ -73,21 +78,46 @@ def _bits_by_row(function: Callable[[list[int]], Tensor], count: int, size: int)
     return found
 
 
-def cancelling(linear: Function, rows: Tensor) -> Tensor:
+def cancelling(linear: nn.Module, rows: Tensor) -> Tensor:
     """Return random rows, as many as ``rows`` (rows, inputs), for which some outputs of ``linear`` are close to 0.
 
     Products are added up in float32 and then rounded, which hides nearly all differences between two orders: in
-    bfloat16 one number of 10,000 differs. Where large numbers add up to a small one, one of 20 does.
+    bfloat16 one number of 10,000 differs. Where large numbers add up to less than their sum's own rounding, that
+    rounding is the result, and differs as well.
+
+    A quarter of a row is drawn. The other quarters make up for what those before them leave, each down to the rounding
+    of its own, smaller numbers.
     """
-    inputs, generator = rows.shape[1], torch.Generator().manual_seed(1)
-    drawn = torch.randn(min(2 * CANCELLED, inputs), inputs, generator=generator).to(rows)
-    at_zero = linear(torch.zeros_like(drawn[:1])).double().cpu()
-    outputs = linear(drawn).double().cpu() - at_zero
-    some = min(len(drawn) // 2, outputs.shape[1])
-    outputs, wanted = outputs[:, :some].T, -at_zero[0, :some]  # (some, drawn), (some,)
-    factors = torch.randn(len(rows), len(drawn), generator=generator, dtype=torch.float64)
-    factors += (wanted - factors @ outputs.T) @ torch.linalg.pinv(outputs).T
-    return (factors @ drawn.double().cpu()).to(rows)
+    weight, bias = _weight_and_bias(linear, rows)
+    outputs, inputs = weight.shape
+    generator, found = torch.Generator().manual_seed(1), torch.zeros(rows.shape, dtype=torch.float64)
+    some = max(1, min(CANCELLED, outputs, inputs // 8))
+    for part in range(PARTS):  # rows that have other outputs close to 0
+        chosen = torch.randperm(outputs, generator=generator)[:some]
+        if not part:  # kernels may compute the last ones otherwise
+            chosen = torch.arange(outputs - some, outputs)
+        own = weight[chosen].double()
+        drawn, *others = torch.randperm(inputs, generator=generator).tensor_split(4)
+        some_rows = found[part::PARTS]  # a view
+        values = LARGE * torch.randn(len(some_rows), len(drawn), generator=generator)
+        some_rows[:, drawn] = values.to(rows.dtype).double()
+        for quarter in others:
+            left = some_rows @ own.T + bias[chosen]
+            some_rows[:, quarter] = (-left @ torch.linalg.pinv(own[:, quarter]).T).to(rows.dtype).double()
+    return found.to(rows)
+
+
+def _weight_and_bias(linear: Any, rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the weight (outputs, inputs) and the bias of ``linear``, as far as rounding shows them, on the CPU."""
+    weight = linear._parameters.get("weight")
+    at_zero = linear(torch.zeros_like(rows[:1]))[0]
+    if type(weight) is PackedWeight or type(weight) is nn.Parameter:
+        own = values_of(weight)
+        own = own if isinstance(linear, nn.Linear) else own.T  # a Conv1D's is the other way round
+    else:  # what torch or another library made of it
+        ones = torch.eye(rows.shape[1], dtype=rows.dtype, device=rows.device)
+        own = torch.cat([linear(some) - at_zero for some in ones.split(SIZES[-1])]).T
+    return own.cpu(), at_zero.double().cpu()
 
 
 def with_float32(module: nn.Module) -> Function:

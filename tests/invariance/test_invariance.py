@@ -482,22 +482,37 @@ def test_sizes_are_those_that_agree() -> None:
 
 
 @pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize(("inputs", "outputs"), [(576, 96), (32, 99), (64, 32), (16, 8)])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_trials_see_an_order_that_rounding_hides(dtype: torch.dtype, bias: bool) -> None:
+def test_trials_see_an_order_that_rounding_hides(dtype: torch.dtype, inputs: int, outputs: int, bias: bool) -> None:
     """One row alone is added up in two halves, which shows in few of its outputs if they are as large as usual."""
-    layer = nn.Linear(576, 96, bias=bias).to(dtype)
+    layer = nn.Linear(inputs, outputs, bias=bias).to(dtype)
 
     def halves(states: Tensor) -> Tensor:
         weight, states = layer.weight.float(), states.float()
-        parts = (slice(0, 288), slice(288, 576)) if len(states) == 1 else (slice(0, 576),)
+        parts = (slice(0, inputs // 2), slice(inputs // 2, inputs)) if len(states) == 1 else (slice(0, inputs),)
         found = sum(states[:, part] @ weight[:, part].T for part in parts)
         return (found + (0 if layer.bias is None else layer.bias.float())).to(dtype)
 
-    rows = cancelling(layer, torch.randn(SIZES[-1], 576).to(dtype))
-    outputs = layer(rows).float().abs()
-    assert rows.dtype == dtype and outputs[:, :64].mean() < outputs[:, 64:].mean() / 50
+    rows = cancelling(layer, torch.randn(SIZES[-1], inputs).to(dtype))
+    alone, together = torch.cat([halves(row[None]) for row in rows]), halves(rows)
+    assert rows.dtype == dtype and (alone != together).any(1).float().mean() > 0.8
     found = agreeing_sizes(halves, rows)
     assert len(found) > 1 and 1 not in found
+
+
+def test_trials_see_an_order_in_the_last_outputs_alone() -> None:
+    layer = nn.Linear(64, 515).bfloat16()
+
+    def halves_at_last(states: Tensor) -> Tensor:
+        found, states, weight = layer(states), states.float(), layer.weight[-3:].float()
+        if len(states) == 1:
+            first, second = (states[:, part] @ weight[:, part].T for part in (slice(32), slice(32, 64)))
+            found[:, -3:] = (first + second + layer.bias[-3:].float()).bfloat16()
+        return found
+
+    rows = cancelling(layer, torch.randn(SIZES[-1], 64).bfloat16())
+    assert 1 not in agreeing_sizes(halves_at_last, rows)
 
 
 def test_trials_see_what_norms_hide() -> None:
