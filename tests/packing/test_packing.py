@@ -24,6 +24,7 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM, CompileConfig, LlamaConfig, LlamaForCausalLM
 
 import hf_spec
+from hf_spec.packing import weight
 from hf_spec.packing.layout import memory_of, row_reader, same_bits
 from hf_spec.packing.packing import _reordered, is_packed, why_not_here
 from hf_spec.packing.weight import PackedWeight
@@ -92,6 +93,31 @@ def test_a_product_with_another_weight_is_found(packed: Any) -> None:
     storages = mlp.gate_proj.weight._storage, mlp.up_proj.weight._storage
     storages[0].packed, storages[1].packed = storages[1].packed, storages[0].packed
     assert not close(logits(packed), logits(make()))
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_few_rows_have_the_bits_of_several(dtype: torch.dtype, bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if (reason := why_not_here(dtype, force=True)) is not None:
+        pytest.skip(reason)
+    monkeypatch.setattr(weight, "FEWEST", 4)
+    layer = nn.Linear(2048, 1024, bias=bias).to(dtype)
+    assert layer.weight.numel() >= weight.BIG
+    states = torch.randn(5, 2048).to(dtype)
+    with torch.no_grad():
+        wanted = layer(states)
+        hf_spec.pack(layer, force=True)
+        several = layer(states[:4])
+        rows = {
+            "one": (layer(states[1]), several[1]),
+            "one of a batch": (layer(states[1:2, None]), several[1:2, None]),
+            "two": (layer(states[1:3]), several[1:3]),
+            "two, not in order": (layer(states[[2, 0]].T.contiguous().T), several[[2, 0]]),
+            "three of a batch": (layer(states[None, :3]), several[None, :3]),
+            "every second number": (layer(states.repeat_interleave(2, 1)[2:3, ::2]), several[2:3]),
+        }
+    assert all(torch.equal(found, part) and found.is_contiguous() for found, part in rows.values()), rows
+    assert torch.allclose(several, wanted[:4], rtol=1e-2 if dtype != torch.float32 else 1e-4, atol=1e-2)
 
 
 def test_nothing_is_packed_unasked(model: Any) -> None:
