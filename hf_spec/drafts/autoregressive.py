@@ -26,10 +26,11 @@ import torch
 from torch import Tensor
 
 from ..proposal import Proposal
+from ..scoring.graphs import in_place
 from ..scoring.plain import readable
 from .base import AcceptedTokens, DraftContext, Drafter, draft_log_probs
 from .draft_kv import DraftKV, StaticDraftKV
-from .static import StaticDrafter, in_place, take_rows
+from .static import StaticDrafter, take_rows
 from .trees import PreparedDraft, grow
 
 

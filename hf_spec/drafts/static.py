@@ -24,7 +24,7 @@ from transformers.utils import logging
 from ..device_tensors import to_device, to_list
 from ..policy.fixed import UNBOUNDED
 from ..proposal import Proposal, once
-from ..scoring.graphs import Compiler, lasting
+from ..scoring.graphs import Compiler, in_place, lasting
 from ..scoring.masks import TreeMask, depths_with
 from ..scoring.rings import fewest_slots, power_of_two
 from .base import AcceptedTokens, DraftContext, Drafter
@@ -221,12 +221,6 @@ def take_rows(buffer: Tensor, rows: Tensor) -> Tensor:
     """Return ``buffer`` (batch, ...) with ``rows`` only, at the same address if there are as many."""
     moved = buffer.index_select(0, rows.to(buffer.device))
     return buffer.copy_(moved) if moved.shape == buffer.shape else in_place(moved)
-
-
-def in_place(buffer: Tensor) -> Tensor:
-    """Tell torch.compile that the address of ``buffer`` does not change."""
-    torch._dynamo.mark_static_address(buffer)
-    return buffer
 
 
 class CompiledDrafter(Drafter):

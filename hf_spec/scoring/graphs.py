@@ -15,6 +15,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
+from torch._inductor import config as inductor
 from transformers import CompileConfig
 from transformers.utils import logging
 
@@ -40,6 +41,16 @@ _compiled: list[tuple[Callable[..., Any], dict[str, Any], tuple[int, ...], Calla
 def lasting(tensor: Tensor) -> Tensor:
     """Return ``tensor`` in memory of its own where the next run of a graph overwrites its previous outputs."""
     return tensor if tensor.device.type in NEW_MEMORY else tensor.clone()
+
+
+def in_place(buffer: Tensor) -> Tensor:
+    """Tell graphs that are replayed that the address of ``buffer`` does not change; return ``buffer``.
+
+    Not where torch freezes graphs: they would read this buffer where a later call has another one.
+    """
+    if buffer.device.type not in NEW_MEMORY and not inductor.freezing:
+        torch._dynamo.mark_static_address(buffer)
+    return buffer
 
 
 class Graphs:

@@ -28,6 +28,7 @@ from transformers.cache_utils import (
 from ..device_tensors import cached_arange, to_device, to_list
 from ..versions import DummyLayer
 from .buffers import SequenceLengths
+from .graphs import in_place
 from .kv_view import KVView
 from .masks import TreeMask
 from .rings import Ring, RingMask, fewest_slots, ring_size
@@ -53,9 +54,7 @@ class StaticSlotLayer(CacheLayerMixin):
 
     def put(self, name: str, by_slot: Tensor) -> None:
         """Use ``by_slot`` (batch, slots, ...) as the buffer ``name`` from now on."""
-        buffer = by_slot.transpose(1, DIMS[name]).contiguous()
-        torch._dynamo.mark_static_address(buffer)
-        setattr(self, name, buffer)
+        setattr(self, name, in_place(by_slot.transpose(1, DIMS[name]).contiguous()))
         self.is_initialized = True
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:

@@ -28,7 +28,7 @@ from torch import Tensor, fx
 from torch._dynamo.utils import counters
 from transformers import CompileConfig, GenerationConfig, PreTrainedModel, StaticCache
 from transformers.cache_utils import StaticLayer
-from twins import Heard, target
+from twins import Heard, Oracle, target
 
 from hf_spec import Eagle3SpeculatorConfig, NgramSpeculator, Proposal, SpeculationConfig
 from hf_spec.drafts.medusa.configuration import MedusaSpeculatorConfig
@@ -610,14 +610,20 @@ def test_weights_that_the_compiler_packs(cpp_wrapper: bool, monkeypatch: pytest.
     monkeypatch.setattr(rings, "SHORTEST", 64)
     torch._dynamo.reset()
     model = build("llama", num_hidden_layers=1)
-    text = generate(model, 1)
+    draft = new_draft(Eagle3SpeculatorConfig.for_target(model.config), model).eval()
     counters.clear()
     with torch._inductor.config.patch(freezing=True, cpp_wrapper=cpp_wrapper):
-        for again in (False, True):
-            config = on_any_device(backend="inductor", mode="default")
-            out = guessing(model, 1, text, CHAIN, compile_config=config, return_dict_in_generate=True)
-            assert torch.equal(out.sequences, text)
-            assert (out.speculation.graphs == 0) == again
+        for call, length in enumerate((5, 5, 9, 12)):  # a graph must not keep what it read in the first call
+            ids = torch.arange(3, 3 + length)[None]
+            text = model.generate(ids, max_new_tokens=12, do_sample=False)
+            for speculator in (Oracle(text), draft):
+                options = {"cache_implementation": "static", "return_dict_in_generate": True}
+                options |= {"compile_config": on_any_device(backend="inductor", mode="default")}
+                out = model.generate(
+                    ids, max_new_tokens=12, do_sample=False, speculator=speculator, num_speculative_tokens=2, **options
+                )
+                assert torch.equal(out.sequences, text)
+                assert call != 1 or out.speculation.graphs == 0
     assert any("mkldnn" in name and "pack" in name for name in counters["inductor"]), counters["inductor"]
     torch._dynamo.reset()
 
