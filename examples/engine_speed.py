@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import copy
 import json
 import os
 import platform
@@ -36,6 +37,7 @@ from typing import Any
 
 import torch
 import transformers
+from torch._inductor import config as inductor
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, CompileConfig
 
 import hf_spec
@@ -49,7 +51,8 @@ from hf_spec.whole_files import write_files
 
 SHAPES = {"demo": None, "1.1b": (2016, 6144, 23)}  # hidden size, intermediate size, layers
 DEMO_DRAFTS = {kind: str(demo.path(f"draft-{kind}")) for kind in ("vanilla", "eagle3", "dspark")}
-LOCAL = ("plain", "packed", "compiled")
+FROZEN = "compiled and packed"  # by torch's compiler, for which nothing is compiled outside of our loop
+LOCAL = ("plain", "packed", "compiled", FROZEN)
 WORKERS = Path(__file__).parent / "engines"
 ROWS = 8  # prompts of each kind, by default
 CODE = (":/", *(f":(top,exclude){name}" for name in ("docs", "examples/results", "examples/engines/results")))
@@ -113,13 +116,19 @@ class Local:
             self.drafts[kind] = Narrowed(hf_spec.as_speculator(draft, small), small) if is_small else draft
         if shape is not None:
             self.target = inflate(small, *shape)
+        self.frozen = copy.deepcopy(self.target)  # its graphs hold its weights, which cannot be packed then
 
     def ways(self) -> list[Way]:
         """List the methods, those of one condition after each other."""
         found: list[Way] = []
         for condition in LOCAL:
-            compiled = self._compiled() if condition == "compiled" else {}
-            found.append(self._way("plain", condition, {"speculator": False} | compiled))
+            compiled = self._compiled() if condition in ("compiled", FROZEN) else {}
+            plain = "plain" if condition == FROZEN else False  # transformers' own second call fails there
+            found.append(self._way("plain", condition, {"speculator": plain} | compiled))
+            if condition == FROZEN:
+                ours = {"speculator": "ngram", "speculation_config": self._config("chain")}
+                found.append(self._way("hf_spec, n-grams", condition, ours | compiled))
+                continue
             lookup = {"speculator": False, "prompt_lookup_num_tokens": self.args.tokens_per_step}
             found.append(self._way("prompt lookup", condition, lookup | compiled, 1))
             if "vanilla" in self.drafts:
@@ -148,7 +157,10 @@ class Local:
     def _way(self, name: str, condition: str, options: dict[str, Any], largest: int | None = None) -> Way:
         def run(prompts: list[list[int]], new_tokens: int) -> dict[str, Any]:
             self._prepare(condition)
-            return self._generate(prompts, new_tokens, options)
+            if condition != FROZEN:
+                return self._generate(self.target, prompts, new_tokens, options)
+            with inductor.patch(freezing=True, cpp_wrapper=True):
+                return self._generate(self.frozen, prompts, new_tokens, options)
 
         return Way(name, condition, run, largest)
 
@@ -162,14 +174,16 @@ class Local:
         elif condition != "packed" and is_packed(self.target):
             hf_spec.unpack(*models)
 
-    def _generate(self, prompts: list[list[int]], new_tokens: int, options: dict[str, Any]) -> dict[str, Any]:
+    def _generate(
+        self, target: Any, prompts: list[list[int]], new_tokens: int, options: dict[str, Any]
+    ) -> dict[str, Any]:
         longest = max(map(len, prompts))
         ids = torch.tensor([[0] * (longest - len(row)) + row for row in prompts])
         mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in prompts])
         assistant = options.get("assistant_model")
-        with constant_length(assistant, self.args.tokens_per_step), clocked(self.target, assistant, options) as clock:
+        with constant_length(assistant, self.args.tokens_per_step), clocked(target, assistant, options) as clock:
             start = time.perf_counter()
-            out = self.target.generate(
+            out = target.generate(
                 input_ids=ids,
                 attention_mask=mask,
                 max_new_tokens=new_tokens,
@@ -352,7 +366,9 @@ def measure(log: Log, ways: Sequence[Way], prompts: list[list[int]], batch: int,
     ways = [way for way in ways if way.largest_batch is None or batch <= way.largest_batch]
     ways = [way for way in ways if re.search(args.only, way.title)]
     first = batches[:1]
-    again = {"compiled": batches}  # they compile in their first two calls, and for other lengths of prompts
+    again = dict.fromkeys(
+        ("compiled", FROZEN), batches
+    )  # they compile in their first two calls, and for other lengths of prompts
     working = [way for way in ways if attempt(way, first) and attempt(way, again.get(way.condition, first))]
     for way in ways:
         print(f"    {log.path.stem}: {way.title}: {log.errors.get(way.title, 'works')}", file=sys.stderr, flush=True)
@@ -549,7 +565,8 @@ def named(title: str) -> str:
     condition, _, name = title.partition(": ")
     if condition not in LOCAL:
         return f"{condition}, {name}"
-    ours = name if name.startswith("hf_spec") else f"transformers, {name}" if name != "plain" else "transformers"
+    owner = "hf_spec" if condition == FROZEN else "transformers"
+    ours = name if name.startswith("hf_spec") else f"{owner}, {name}" if name != "plain" else owner
     return f"{ours}, {condition}"
 
 
