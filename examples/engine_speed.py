@@ -122,7 +122,7 @@ class Local:
         """List the methods, those of one condition after each other."""
         found: list[Way] = []
         for condition in LOCAL:
-            compiled = self._compiled() if condition in ("compiled", FROZEN) else {}
+            compiled = self._compiled(condition == FROZEN) if condition in ("compiled", FROZEN) else {}
             plain = "plain" if condition == FROZEN else False  # transformers' own second call fails there
             found.append(self._way("plain", condition, {"speculator": plain} | compiled))
             if condition == FROZEN:
@@ -144,8 +144,10 @@ class Local:
                     )
         return found
 
-    def _compiled(self) -> dict[str, Any]:
+    def _compiled(self, is_frozen: bool) -> dict[str, Any]:
         config: Any = CompileConfig(fullgraph=True, backend=self.args.backend, mode=None)
+        if is_frozen and self.args.backend == "inductor":  # other options, for which graphs are made anew
+            config.options = {"cpp_wrapper": True}
         config._compile_all_devices = True  # transformers' own switch: on a CPU, too
         return {"cache_implementation": "static", "compile_config": config}
 
@@ -159,7 +161,7 @@ class Local:
             self._prepare(condition)
             if condition != FROZEN:
                 return self._generate(self.target, prompts, new_tokens, options)
-            with inductor.patch(freezing=True, cpp_wrapper=True):
+            with inductor.patch(freezing=True):
                 return self._generate(self.frozen, prompts, new_tokens, options)
 
         return Way(name, condition, run, largest)
@@ -366,9 +368,8 @@ def measure(log: Log, ways: Sequence[Way], prompts: list[list[int]], batch: int,
     ways = [way for way in ways if way.largest_batch is None or batch <= way.largest_batch]
     ways = [way for way in ways if re.search(args.only, way.title)]
     first = batches[:1]
-    again = dict.fromkeys(
-        ("compiled", FROZEN), batches
-    )  # they compile in their first two calls, and for other lengths of prompts
+    # These compile in their first two calls, and for other lengths of prompts.
+    again = dict.fromkeys(("compiled", FROZEN), batches)
     working = [way for way in ways if attempt(way, first) and attempt(way, again.get(way.condition, first))]
     for way in ways:
         print(f"    {log.path.stem}: {way.title}: {log.errors.get(way.title, 'works')}", file=sys.stderr, flush=True)

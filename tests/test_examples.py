@@ -449,7 +449,7 @@ def test_every_method_of_transformers_and_ours_works(tmp_path: Path, monkeypatch
     (file,) = (tmp_path / "out").glob("*.json")
     content = json.loads(file.read_text(encoding="utf-8"))
     assert content["errors"] == {}
-    assert len(content["turns"][0]) == 2 * 10 + 7
+    assert len(content["turns"][0]) == 2 * 10 + 7 + 2
     assert len({json.dumps(run["tokens"]) for run in content["turns"][0].values()}) == 1
 
 
