@@ -53,6 +53,7 @@ ENGINES = """\
 Next to other engines, in one run: tokens a second (multiple of plain under the same conditions). SmolLM2-135M-Instruct
 in bfloat16, greedy, two cores, eight short prompts with answers of 48 tokens, which repeat little.
 llama.cpp and vLLM are faster here: their forwards on a CPU are.
+[Compiled and packed](docs/compilation.md#on-a-cpu): torch's compiler packs the weights.
 [Seconds of target and draft](docs/benchmarking.md#next-to-other-engines)."""
 GPU = """\
 On a GPU, greedy chains of five in bfloat16. The target costs what a model
