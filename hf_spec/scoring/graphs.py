@@ -48,7 +48,7 @@ def in_place(buffer: Tensor) -> Tensor:
 
     Not where torch freezes graphs: they would read this buffer where a later call has another one.
     """
-    if buffer.device.type not in NEW_MEMORY and not inductor.freezing:
+    if not inductor.freezing:
         torch._dynamo.mark_static_address(buffer)
     return buffer
 
