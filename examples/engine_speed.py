@@ -21,6 +21,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import copy
+import functools
 import json
 import os
 import platform
@@ -51,8 +52,9 @@ from hf_spec.whole_files import write_files
 
 SHAPES = {"demo": None, "1.1b": (2016, 6144, 23)}  # hidden size, intermediate size, layers
 DEMO_DRAFTS = {kind: str(demo.path(f"draft-{kind}")) for kind in ("vanilla", "eagle3", "dspark")}
-FROZEN = "compiled and packed"  # by torch's compiler, for which nothing is compiled outside of our loop
-LOCAL = ("plain", "packed", "compiled", FROZEN)
+FROZEN = "compiled and packed"  # both by torch's compiler
+COMPILED = ("compiled", FROZEN)
+LOCAL = ("plain", "packed", *COMPILED)
 WORKERS = Path(__file__).parent / "engines"
 ROWS = 8  # prompts of each kind, by default
 CODE = (":/", *(f":(top,exclude){name}" for name in ("docs", "examples/results", "examples/engines/results")))
@@ -116,13 +118,17 @@ class Local:
             self.drafts[kind] = Narrowed(hf_spec.as_speculator(draft, small), small) if is_small else draft
         if shape is not None:
             self.target = inflate(small, *shape)
-        self.frozen = copy.deepcopy(self.target)  # its graphs hold its weights, which cannot be packed then
+
+    @functools.cached_property
+    def frozen(self) -> Any:
+        """A copy of the target: graphs that torch freezes hold weights, which cannot be packed then."""
+        return copy.deepcopy(self.target)
 
     def ways(self) -> list[Way]:
         """List the methods, those of one condition after each other."""
         found: list[Way] = []
         for condition in LOCAL:
-            compiled = self._compiled(condition == FROZEN) if condition in ("compiled", FROZEN) else {}
+            compiled = self._compiled(condition == FROZEN) if condition in COMPILED else {}
             plain = "plain" if condition == FROZEN else False  # transformers' own second call fails there
             found.append(self._way("plain", condition, {"speculator": plain} | compiled))
             if condition == FROZEN:
@@ -369,7 +375,7 @@ def measure(log: Log, ways: Sequence[Way], prompts: list[list[int]], batch: int,
     ways = [way for way in ways if re.search(args.only, way.title)]
     first = batches[:1]
     # These compile in their first two calls, and for other lengths of prompts.
-    again = dict.fromkeys(("compiled", FROZEN), batches)
+    again = dict.fromkeys(COMPILED, batches)
     working = [way for way in ways if attempt(way, first) and attempt(way, again.get(way.condition, first))]
     for way in ways:
         print(f"    {log.path.stem}: {way.title}: {log.errors.get(way.title, 'works')}", file=sys.stderr, flush=True)

@@ -63,14 +63,13 @@ class Storage:
         self.packed: Tensor | None = None
         self.plain: nn.Parameter | None = None
         self.rows: RowReader | None = None
-        self.is_big = False
         self.weight: weakref.ref[PackedWeight] | None = None
         self.owners: list[tuple[weakref.ref[Any], str]] = []
         self.attributes = {name: value for name, value in attributes.items() if name != STORAGE}
 
     def pack(self, packed: Tensor, rows: RowReader | None, weight: PackedWeight, owners: Owners) -> None:
         """Take the values from ``packed`` from now on; the plain ones are let go."""
-        self.rows, self.packed, self.plain, self.is_big = rows, packed, None, packed.numel() >= BIG
+        self.rows, self.packed, self.plain = rows, packed, None
         self.weight, self.owners = weakref.ref(weight), [(weakref.ref(owner), name) for owner, name in owners]
 
     def take_back(self, plain: nn.Parameter) -> None:
@@ -143,7 +142,7 @@ class PackedWeight(Tensor):
             packed = weight._storage.packed
             bias = args[2] if len(args) > 2 else None
             if packed is not None and _multiplies(args[0], packed.dtype, bias, weight):
-                if weight._storage.is_big and args[0].numel() < FEWEST * args[0].shape[-1]:
+                if args[0].numel() < FEWEST * args[0].shape[-1] and packed.numel() >= BIG:
                     return _product_of_few(args[0], packed, bias)
                 return torch.ops.mkldnn._linear_pointwise.default(args[0], packed, bias, "none", [], "")
         elif func is functional.embedding and len(args) > 1 and type(weight := args[1]) is cls:

@@ -14,6 +14,7 @@ from test_invariance import DTYPES, OPTIONS, alone_differs, compare, row_of, sam
 from test_invariance import short_blocks as short_blocks
 from test_quantized import bitsandbytes, dynamic, torchao
 from torch import Tensor, nn
+from transformers.models.falcon.modeling_falcon import FalconLinear
 
 import hf_spec
 from hf_spec.invariance import columns, mode
@@ -103,6 +104,25 @@ def test_trials_bring_products_of_other_weights_close_to_zero() -> None:
     layer = torchao(small(dtype=torch.bfloat16)).model.layers[0].mlp.up_proj
     found = layer(cancelling(layer, torch.randn(SIZES[-1], layer.in_features).bfloat16())).abs()
     assert (found < found.median() / 1000).any(1).float().mean() > 0.5
+
+
+def test_trials_see_an_order_that_a_bias_added_later_hides(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Falcon's layers round the product before they add their bias."""
+
+    def halves(self: nn.Linear, states: Tensor) -> Tensor:
+        weight, states = self.weight.float(), states.float()
+        parts = (slice(32), slice(32, 64)) if len(states) == 1 else (slice(64),)
+        product = sum(states[:, part] @ weight[:, part].T for part in parts).bfloat16()
+        return product if self.bias is None else product + self.bias
+
+    monkeypatch.setattr(FalconLinear, "forward", halves)
+    layer, states = FalconLinear(64, 32).bfloat16(), torch.randn(SIZES[-1], 64).bfloat16()
+    layer.bias.data.fill_(1000)
+    with torch.no_grad():
+        assert 1 not in mode._sizes_of(layer, states)
+        monkeypatch.setattr(mode, "multiplies_rows", lambda module: False)
+        assert 1 in mode._sizes_of(layer, states)  # the bias hides it
+    assert layer.bias is not None
 
 
 def test_one_scale_for_all_rows_is_refused() -> None:

@@ -24,10 +24,9 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM, CompileConfig, LlamaConfig, LlamaForCausalLM
 
 import hf_spec
-from hf_spec.packing import weight
 from hf_spec.packing.layout import memory_of, row_reader, same_bits
 from hf_spec.packing.packing import _reordered, is_packed, why_not_here
-from hf_spec.packing.weight import PackedWeight
+from hf_spec.packing.weight import BIG, PackedWeight
 from hf_spec.scoring.changes import way_of_forward
 
 pytestmark = pytest.mark.skipif(
@@ -99,10 +98,10 @@ def test_a_product_with_another_weight_is_found(packed: Any) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_few_rows_have_the_bits_of_several(dtype: torch.dtype, bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if (reason := why_not_here(dtype, force=True)) is not None:
-        pytest.skip(reason)
-    monkeypatch.setattr(weight, "FEWEST", 4)
+        pytest.skip(f"{reason}; products were not compared")
+    monkeypatch.setattr("hf_spec.packing.weight.FEWEST", 4)
     layer = nn.Linear(2048, 1024, bias=bias).to(dtype)
-    assert layer.weight.numel() >= weight.BIG
+    assert layer.weight.numel() >= BIG
     states = torch.randn(5, 2048).to(dtype)
     with torch.no_grad():
         wanted = layer(states)
