@@ -9,10 +9,11 @@ import copy
 from pathlib import Path
 from typing import Any
 
+import encoder_decoders
 import pytest
 import simulated_device
 import torch
-from architectures import prompts
+from architectures import build, prompts
 from pairs import each_value
 from test_trainer import STEPS, arguments, eagle3, losses, medusa, mtp, sharp_target, text
 from torch import Tensor
@@ -217,6 +218,27 @@ def test_bits_of_a_row_in_the_invariant_mode(dtype: torch.dtype, shape: str, dev
                 assert torch.equal(found.sequences[row, -12:], alone.sequences[0, -12:])
                 assert all(torch.equal(one[row], own[0]) for one, own in zip(found.logits, alone.logits, strict=True))
     assert fast.speculation.mean_accepted_length > 1.2
+
+
+@pytest.mark.parametrize("device", ELSEWHERE)
+@pytest.mark.parametrize(("name", "dtype"), each_value(["mixtral", "gemma2", "gemma3_text", "t5", "bart"], DTYPES))
+def test_bits_of_other_families_in_the_invariant_mode(name: str, dtype: torch.dtype, device: str) -> None:
+    """A mixture, caps of scores, windows, encoder-decoders."""
+    of_source = name in ("t5", "bart")
+    there = copy.deepcopy(encoder_decoders.build(name) if of_source else build(name, head_dim=16)).to(device, dtype)
+    there.generation_config.eos_token_id = None
+    inputs = encoder_decoders.sources(there, 3) if of_source else prompts(3)
+    inputs = {key: tensor.to(device) for key, tensor in inputs.items()}
+    options: dict[str, Any] = {"max_new_tokens": 12, "return_dict_in_generate": True, "output_logits": True}
+    experts = there.get_experts_implementation()
+    with invariant(there):
+        plain, fast = (there.generate(**inputs, **options, speculator=speculator) for speculator in (None, "ngram"))
+        for row, mask in enumerate(inputs["attention_mask"].bool()):
+            alone = there.generate(**{key: one[row : row + 1, mask] for key, one in inputs.items()}, **options)
+            for found in (fast, plain):
+                assert torch.equal(found.sequences[row, -12:], alone.sequences[0, -12:])
+                assert all(torch.equal(one[row], own[0]) for one, own in zip(found.logits, alone.logits, strict=True))
+    assert there.get_experts_implementation() == experts
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -9,6 +9,8 @@ from torch import Tensor, nn
 
 from .rows import all_in_sizes
 
+GROUPED, BATCHED = "grouped_mm", "batched_mm"  # ways of transformers to compute experts
+
 
 def is_mixture(module: nn.Module) -> bool:
     """Tell whether ``module`` routes rows to experts."""
@@ -19,6 +21,24 @@ def way_of_experts(config: Any) -> str | None:
     """Return the name of transformers' way of computing experts."""
     name: str | None = getattr(config, "_experts_implementation", None)
     return name
+
+
+def one_way_of_experts(model: Any) -> Callable[[Callable[[Any], Any]], None]:
+    """Let experts compute prompts in the way of all later steps; return what undoes that.
+
+    On an accelerator, transformers' ``generate`` changes grouped products to batched ones after the prompt.
+    """
+    known: list[tuple[Any, str]] = []
+    for config in (model.config, model.config.get_text_config(decoder=True)):
+        if way_of_experts(config) == GROUPED and model.device.type != "cpu":
+            known.append((config, GROUPED))
+            config._experts_implementation = BATCHED
+
+    def undo(of: Callable[[Any], Any]) -> None:
+        for config, before in known:
+            of(config)._experts_implementation = before
+
+    return undo
 
 
 def of_rows(compute: Callable[[Tensor], Any]) -> Callable[[Tensor], tuple[Tensor, ...]]:

@@ -32,7 +32,7 @@ from .attention import KERNELS, Shape, attention, register_attention, tiling_of
 from .check import check_bits, check_close, logits_at_once
 from .columns import NAME, PLACES, SHORT
 from .known import State, address, settings_of_torch
-from .mixtures import is_mixture, mixture_in_sizes, way_of_experts
+from .mixtures import is_mixture, mixture_in_sizes, one_way_of_experts, way_of_experts
 from .own_attention import attend_by_ours, multiplies_rows, without_bias
 from .rows import ALIGNMENT, SIZES, agreeing_sizes, cancelling, in_sizes, one_by_one, sizes_on, with_float32
 from .sources import CONVOLUTIONS, convolutions_of_source, encoded, read_text, why_no_source
@@ -183,7 +183,8 @@ def _begin(mode: Invariance, model: Any) -> None:
 
 def _change(mode: Invariance, model: Any) -> None:
     """Let ``model`` attend by our function, compile nothing, and make copies that are outside of the mode."""
-    mode._undo += [_attend(model), attend_by_ours(model), _stay_eager(model), _copy_outside(mode, model)]
+    mode._undo += [_attend(model), attend_by_ours(model), _stay_eager(model), one_way_of_experts(model)]
+    mode._undo.append(_copy_outside(mode, model))
 
 
 def _logits_outside(model: Any) -> Tensor:

@@ -66,6 +66,20 @@ def test_it_runs_to_its_end_and_goes_on_after_a_kill(tmp_path: Path, capsys: pyt
     assert read(tmp_path) == after, "nothing is left to do"
 
 
+def test_some_cells_are_measured_before_the_others(tmp_path: Path) -> None:
+    calls: list[str] = []
+
+    def cell(name: str) -> tuple[str, Any]:
+        return name, lambda: calls.append(name) or {"error": "none"}
+
+    part = plan.Part("training-x", "One", lambda: [cell("plain, eager"), cell("plain, CUDA graphs")])
+    results = command.opened(tmp_path, {"device": "none"})
+    for wanted, done in ((["compiled", "graphs"], False), (None, True)):
+        command.run_part(tmp_path, results, part, float("inf"), wanted)
+        assert results["parts"]["training-x"]["complete"] == done
+    assert calls == ["plain, CUDA graphs", "plain, eager"]
+
+
 def test_a_failing_cell_is_a_result_and_time_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails() -> dict[str, Any]:
         raise torch.OutOfMemoryError("CUDA out of memory | tried to allocate")

@@ -35,6 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--device", help="by default the accelerator; with --tiny the CPU if there is none")
     parser.add_argument("--minutes", type=float, help="begin no further cell after so many minutes; repeat to go on")
     parser.add_argument("--parts", nargs="+", metavar="NAME", help="only these, such as decoding-1b-1")
+    parser.add_argument("--cells", nargs="+", metavar="WORDS", help="only cells that name one of these, such as eager")
     parser.add_argument("--list", action="store_true", help="name the parts and end")
     options = parser.parse_args(arguments)
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -54,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         run_tests(options.out, results, device, deadline)
     for part in listed:
         if part.name in wanted:
-            run_part(options.out, results, part, deadline)
+            run_part(options.out, results, part, deadline, options.cells)
     print(page(results))
     print(f"{options.out / PAGE}" + ("" if is_complete(results, names) else ": some is missing; repeat the command"))
 
@@ -108,20 +109,20 @@ def save(out: Path, results: Results) -> None:
     write_files({RESULTS: json.dumps(results, indent=1) + "\n", PAGE: page(results)}, out)
 
 
-def run_part(out: Path, results: Results, part: Part, deadline: float) -> None:
-    """Measure the cells of ``part`` that are still missing, and save after each."""
+def run_part(out: Path, results: Results, part: Part, deadline: float, words: Sequence[str] | None = None) -> None:
+    """Measure the cells of ``part`` that are still missing, and save after each; if given, those that name a word."""
     deadline = min(deadline, time.monotonic() + PART_SECONDS)
     held = results["parts"].setdefault(part.name, {"title": part.title, "cells": {}})
     cells = part.cells()
     for name, measure in cells:
-        if name in held["cells"]:
+        if name in held["cells"] or (words and not any(one in name for one in words)):
             continue
         if time.monotonic() > deadline:
             return
         print(f"{part.name}: {name}", file=sys.stderr, flush=True)
         held["cells"][name] = _measured(measure)
         save(out, results)
-    held["complete"] = True
+    held["complete"] = len(held["cells"]) == len(cells)
     save(out, results)
 
 

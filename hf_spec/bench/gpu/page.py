@@ -90,7 +90,7 @@ def tables(results: dict[str, Any]) -> str:
         else:
             lines += _decoding(part["cells"])
         if not part.get("complete"):
-            lines += ["", "Not complete: the command was stopped here."]
+            lines += ["", "Not complete: the command was stopped here, or asked for some cells only."]
     return "\n".join(lines[1:]) + "\n"
 
 
