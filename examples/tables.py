@@ -245,6 +245,12 @@ TABLES = {
         below_its_machine(training_speed.table), "training_speed", "training-speed", "--speculators VENV/bin/python"
     ),
     "batches": script_file(below_its_machine(batch_speed.table), "batch_speed", "batches", SIXTEEN),
+    "packed-avx512": script_file(
+        below_its_machine(packed_forwards.table),
+        "packed_forwards",
+        "packed-avx512",
+        "--shapes smollm2-135m llama-1b --dtypes bfloat16 float32 --tokens 1 2 4 6 8 16 --turns 2",
+    ),
     "packed": script_file(below_its_machine(packed_forwards.table), "packed_forwards", "packed", "--dtypes float32"),
     "padded": script_file(below_its_machine(padded_prompts.table), "padded_prompts", "padded"),
     "replay": Table(

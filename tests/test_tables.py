@@ -118,7 +118,6 @@ BY_HAND = {
     ("history.md", "| | n-gram, 5 | n-gram, 16 | 0.05 |"): OLD,
     ("long-contexts.md", "| tokens before |"): "quotients of step costs, which test_documents.py computes",
     ("mixtures-of-experts.md", "| model | experts |"): "test_documents.py computes it",
-    ("packing.md", "| tokens | 1 | 6 | 16 |"): OLD,
     (
         "performance.md",
         "| draft, step times of |",

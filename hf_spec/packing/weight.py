@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import threading
 import weakref
 from collections.abc import Callable
@@ -27,9 +26,9 @@ NOT_COMPILED = (
     "torch._inductor.config.freezing, which packs by itself"
 )
 STORAGE = "_hf_spec_storage"  # the attribute of a plain parameter that was packed before
-# With weights of so many values, oneDNN took up to a quarter less time for four rows than for one, two or three. That
-# was so on an AMD EPYC with AVX-512, and not with AVX2.
-BIG, FEWEST = 1 << 21, 4 if "AVX512" in torch.backends.cpu.get_cpu_capability() else 1
+# With weights of so many bytes, oneDNN took up to a quarter less time for four rows than for one or two. That was so
+# on an AMD EPYC with AVX-512, and not with AVX2.
+BIG, FEWEST = 3 << 20, 4 if "AVX512" in torch.backends.cpu.get_cpu_capability() else 1
 Owners = list[tuple[Any, str]]  # modules, each with the name of its parameter
 Made = TypeVar("Made")
 _PLAIN_TYPES = (Tensor, nn.Parameter)
@@ -142,9 +141,7 @@ class PackedWeight(Tensor):
             packed = weight._storage.packed
             bias = args[2] if len(args) > 2 else None
             if packed is not None and _multiplies(args[0], packed.dtype, bias, weight):
-                if args[0].numel() < FEWEST * args[0].shape[-1] and packed.numel() >= BIG:
-                    return _product_of_few(args[0], packed, bias)
-                return torch.ops.mkldnn._linear_pointwise.default(args[0], packed, bias, "none", [], "")
+                return _product(args[0], packed, bias)
         elif func is functional.embedding and len(args) > 1 and type(weight := args[1]) is cls:
             if _looks_up(args[0], args[2:], kwargs or {}) and not _is_recorded(weight):
                 return weight._storage.rows_of(args[0])
@@ -179,16 +176,18 @@ class PackedWeight(Tensor):
         return copy
 
 
-def _product_of_few(states: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
-    """Multiply fewer rows than ``FEWEST``, (..., inputs), by a packed weight as if they were as many."""
-    *sizes, inputs = states.shape
-    rows = math.prod(sizes)
-    if rows == 1:  # seen several times
-        several = states.as_strided((FEWEST, inputs), (0, states.stride(-1)))
-    else:
-        several = functional.pad(states.reshape(rows, inputs), (0, 0, 0, FEWEST - rows))
-    found: Tensor = torch.ops.mkldnn._linear_pointwise.default(several, packed, bias, "none", [], "")
-    return found.narrow(0, 0, rows).view(*sizes, -1)
+def _product(states: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
+    """Multiply ``states``, (..., inputs), by the transpose of ``packed``, (outputs, inputs), and add ``bias``."""
+    outputs, inputs = packed.shape
+    multiply: Callable[..., Tensor] = torch.ops.mkldnn._linear_pointwise.default
+    if states.shape[-1:] != (inputs,):  # oneDNN's error says nothing
+        raise RuntimeError(f"a weight of shape {(outputs, inputs)} cannot multiply states of {tuple(states.shape)}")
+    if (rows := states.numel() // inputs) == 0:
+        return states.new_empty(*states.shape[:-1], outputs)
+    if rows < FEWEST and outputs * inputs * packed.itemsize >= BIG:
+        several = states.expand(-(-FEWEST // rows), *states.shape)
+        return multiply(several, packed, bias, "none", [], "")[0]
+    return multiply(states, packed, bias, "none", [], "")
 
 
 def values_of(weight: Tensor) -> Tensor:
@@ -209,7 +208,6 @@ def _multiplies(states: Any, dtype: torch.dtype, bias: Any, weight: PackedWeight
         type(states) in _PLAIN_TYPES
         and states.dtype is dtype
         and states.device.type == "cpu"
-        and states.numel() > 0
         and (bias is None or (type(bias) in _PLAIN_TYPES and bias.dtype is dtype))
         and not _is_recorded(weight, states, bias)
         and not torch.is_autocast_enabled("cpu")

@@ -80,6 +80,17 @@ def test_some_cells_are_measured_before_the_others(tmp_path: Path) -> None:
     assert calls == ["plain, CUDA graphs", "plain, eager"]
 
 
+def test_a_cell_that_is_measured_again_keeps_the_faster_call(tmp_path: Path) -> None:
+    rounds = iter(({"error": "none"}, {"seconds": 2.0}, {"seconds": 3.0}, {"error": "none"}, {"seconds": 1.0}))
+    rest = {"tokens": 1, "width": 1, "tokens_per_second": 1.0, "peak_bytes": None}
+    part = plan.Part("training-x", "One", lambda: [("one", lambda: rest | next(rounds))])
+    results, kept = command.opened(tmp_path, {"device": "none"}), []
+    for again in (False, True, True, False, True, True):
+        command.run_part(tmp_path, results, part, float("inf"), again=again)
+        kept.append(read(tmp_path)["parts"]["training-x"]["cells"]["one"].get("seconds"))
+    assert kept == [None, 2.0, 2.0, 2.0, 2.0, 1.0]
+
+
 def test_a_failing_cell_is_a_result_and_time_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails() -> dict[str, Any]:
         raise torch.OutOfMemoryError("CUDA out of memory | tried to allocate")

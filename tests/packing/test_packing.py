@@ -101,7 +101,7 @@ def test_few_rows_have_the_bits_of_several(dtype: torch.dtype, bias: bool, monke
         pytest.skip(f"{reason}; products were not compared")
     monkeypatch.setattr("hf_spec.packing.weight.FEWEST", 4)
     layer = nn.Linear(2048, 1024, bias=bias).to(dtype)
-    assert layer.weight.numel() >= BIG
+    assert layer.weight.nbytes >= BIG
     states = torch.randn(5, 2048).to(dtype)
     with torch.no_grad():
         wanted = layer(states)
@@ -110,11 +110,15 @@ def test_few_rows_have_the_bits_of_several(dtype: torch.dtype, bias: bool, monke
         rows = {
             "one": (layer(states[1]), several[1]),
             "one of a batch": (layer(states[1:2, None]), several[1:2, None]),
+            "none": (layer(states[:0]), several[:0]),
             "two": (layer(states[1:3]), several[1:3]),
             "two, not in order": (layer(states[[2, 0]].T.contiguous().T), several[[2, 0]]),
             "three of a batch": (layer(states[None, :3]), several[None, :3]),
             "every second number": (layer(states.repeat_interleave(2, 1)[2:3, ::2]), several[2:3]),
         }
+        with pytest.raises(RuntimeError, match=r"\(1024, 2048\) cannot multiply states of \(1, 2047\)"):
+            layer(states[:1, :-1])
+    assert is_packed(layer)
     assert all(torch.equal(found, part) and found.is_contiguous() for found, part in rows.values()), rows
     assert torch.allclose(several, wanted[:4], rtol=1e-2 if dtype != torch.float32 else 1e-4, atol=1e-2)
 

@@ -14,7 +14,7 @@ HEAD = (
 NOTES = """
 - **Targets** are the demo family's, inflated: they cost what a model of that size costs, and say what the demo target
   says. So the acceptance is the demo family's, and says nothing about any other pair.
-- **Seconds** are of one call, the median of three. Target, draft and rest are shares of one more call, by the device's
+- **Seconds** are of one call, the least of five. Target, draft and rest are shares of one more call, by the device's
   own clock around their forwards. `?`: a compiled forward that calls no module is not seen.
 - **x plain, same form** compares eager with eager, compiled with compiled, and CUDA graphs with CUDA graphs.
 - **Same text**: in bfloat16 near-ties may fall the other way, with any method.
