@@ -22,6 +22,7 @@ from transformers.activations import ACT2CLS
 from transformers.modeling_utils import AttentionInterface
 from transformers.pytorch_utils import Conv1D
 
+from ..packing.weight import PackedWeight
 from ..scoring.adapters import active_adapters, base_model
 from ..scoring.features import decoder_of
 from ..scoring.hooks import hooked, mark_as_ours
@@ -432,6 +433,11 @@ def _is_known(module: nn.Module) -> bool:
 def _compute_rows(mode: Invariance, model: Any, found: Mapping[nn.Module, tuple[int, ...]]) -> None:
     """Let modules of ``model`` compute rows in the numbers that were ``found``."""
     config, every = _text_config(model), sizes_on(input_device(model))
+    # Configs are slow to read, so that one module of each attention looks at them.
+    first = (
+        next((one for one in module.modules() if one in found), None) for module in filter(_attends, model.modules())
+    )
+    watching = set(first) - {None} or set(found)
     for module in model.modules():
         if (sizes := found.get(module)) is None:
             continue
@@ -439,9 +445,29 @@ def _compute_rows(mode: Invariance, model: Any, found: Mapping[nn.Module, tuple[
             mode.products[sizes] += 1
         elif is_mixture(module):
             mode.mixtures[sizes] += 1
-        elif sizes == every:
+        elif sizes == every and module not in watching:
             continue  # each row by itself already
-        mode._undo.append(_compute_in(module, sizes, mode.threads, config))
+        watched = _Settings(config) if module in watching or is_mixture(module) else None
+        mode._undo.append(_compute_in(module, sizes, mode.threads, watched))
+
+
+class _Settings:
+    """The ways of attention and of experts that a config names, which may not change in the mode."""
+
+    def __init__(self, config: Any) -> None:
+        self.config, self.way = config, way_of_experts(config)
+
+    def check(self) -> None:
+        """Raise an ``ExplainedError`` if one of them was set."""
+        if self.config._attn_implementation != NAME:
+            raise ExplainedError(
+                f"attention was set to {self.config._attn_implementation!r} while the model is invariant; close the "
+                "mode before that"
+            )
+        if way_of_experts(self.config) != self.way:
+            raise ExplainedError(
+                "the experts' implementation was set while the model is invariant; close the mode before"
+            )
 
 
 def _sizes_of(module: nn.Module, sample: Tensor) -> tuple[int, ...]:
@@ -468,36 +494,31 @@ def _kind(module: nn.Module, states: Tensor | None, device: torch.device) -> _Ki
     return _Kind(type(module), forward, inputs, outputs, dtype, layouts, device, settings)
 
 
-def _compute_in(module: nn.Module, sizes: tuple[int, ...], threads: int, config: Any) -> Undo:
+def _compute_in(module: nn.Module, sizes: tuple[int, ...], threads: int, watched: _Settings | None) -> Undo:
     """Let ``module`` compute ``sizes`` of rows at a time; return what undoes that."""
     own, kind = module.__dict__.get("forward"), type(module)
-    weight, way = type(module._parameters.get("weight")), way_of_experts(config)
-    dtype = getattr(module._parameters.get("weight"), "dtype", None)
+    weight: Any = type(module._parameters.get("weight"))
+    # Packed weights, which are slow to ask, become plain before their dtype changes.
+    dtype = None if weight is PackedWeight else getattr(module._parameters.get("weight"), "dtype", None)
     compute_rows: Any = mixture_in_sizes if is_mixture(module) else in_sizes
     if isinstance(module, CONVOLUTIONS):
         compute_rows = one_by_one
 
     def forward(self: nn.Module, states: Tensor) -> Any:
-        if type(self._parameters.get("weight")) is not weight:
+        held = self._parameters.get("weight")
+        if type(held) is not weight:
             raise ExplainedError("a weight was packed or unpacked while the model is invariant; do that before")
-        if (now := getattr(self._parameters.get("weight"), "dtype", None)) is not dtype:
+        if dtype is not None and held is not None and held.dtype is not dtype:
             raise ExplainedError(
-                f"weights of {dtype} became {now} while the model is invariant; close the mode before that"
+                f"weights of {dtype} became {held.dtype} while the model is invariant; close the mode before that"
             )
         if torch.get_num_threads() != threads:
             raise ExplainedError(
                 f"torch has {torch.get_num_threads()} threads, and the model was made invariant with {threads}; set "
                 "them before"
             )
-        if config._attn_implementation != NAME:
-            raise ExplainedError(
-                f"attention was set to {config._attn_implementation!r} while the model is invariant; close the mode "
-                "before that"
-            )
-        if way_of_experts(config) != way:
-            raise ExplainedError(
-                "the experts' implementation was set while the model is invariant; close the mode before"
-            )
+        if watched is not None:
+            watched.check()
         compute: Any = functools.partial(kind.forward, self) if own is None else own
         return compute_rows(compute, states, sizes)
 
