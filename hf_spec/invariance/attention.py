@@ -23,7 +23,19 @@ from torch.nn.functional import pad
 from transformers.modeling_utils import AttentionInterface
 
 from ..scoring.trials import ExplainedError
-from .columns import COLUMNS, NAME, Columns, RowColumns, Tiling, columns_of_all, hidden_score, register_mask
+from .columns import (
+    ALL,
+    COLUMNS,
+    NAME,
+    Block,
+    Columns,
+    RowColumns,
+    Text,
+    Tiling,
+    columns_of_all,
+    hidden_score,
+    register_mask,
+)
 from .rows import agreeing
 
 VECTOR = 16  # numbers that a processor adds at once, at most
@@ -55,7 +67,7 @@ def attend_block(
     tiles, heads, queries, _ = query.shape
     if len(key) < tiles:
         key, value = key.expand(tiles, -1, -1, -1), value.expand(tiles, -1, -1, -1)
-    kernel = getattr(torch.ops.aten, KERNELS[place])
+    kernel = _kernel(place)
     if place == "cpu":
         output, sums = kernel(query, key, value, 0.0, False, attn_mask=mask, scale=scale)
         return output, sums
@@ -63,6 +75,11 @@ def attend_block(
     # It adds up a query's keys in one order, and rounds the number of queries up in the second result.
     output, sums, *_ = kernel(query, key, value, mask, True, scale=scale)
     return output, sums[..., :queries]
+
+
+@functools.cache
+def _kernel(place: str) -> Any:
+    return getattr(torch.ops.aten, KERNELS[place]).default
 
 
 def _by_products(
@@ -141,11 +158,19 @@ def attention(
     sinks = None if s_aux is None else s_aux.float().view(key_heads, -1)
     found = []
     for at, own in texts:
-        row = slice(at.row, at.row + 1)
-        of_text = query[at.row, :, at.nodes], key[row, :, at.keys], value[row, :, at.keys]
-        seen = _of_text(*of_text, own, tiling, scaling, sinks, cap).transpose(0, 1)
-        found.append(seen[..., :out_width].reshape(-1, heads, out_width))
+        keys, values = (_keys_of(states, at) for states in (key, value))
+        seen = _of_text(query[at.row, :, at.nodes], keys, values, own, tiling, scaling, sinks, cap).transpose(0, 1)
+        if out_width < most:
+            seen = seen[..., :out_width]
+        found.append(seen.reshape(-1, heads, out_width))
     return (found[0] if len(found) == 1 else torch.cat(found)).view(batch, nodes, heads, out_width), None
+
+
+def _keys_of(states: Tensor, text: Text) -> Tensor:
+    """Return the part of ``states`` (batch, key heads, columns, width) that is a text's, (1, key heads, ...)."""
+    if len(states) > 1:
+        states = states[text.row : text.row + 1]
+    return states if text.keys is ALL else states[:, :, text.keys]
 
 
 def _widened(states: Tensor, width: int) -> Tensor:
@@ -164,12 +189,15 @@ def _of_text(
     cap: float | None,
 ) -> Tensor:
     """Attend in one text: ``query`` (key heads, nodes, group, width), ``key`` (1, key heads, columns, width)."""
-    parts, nodes = [], query.shape[1]
+    parts: list[Part] = []
+    nodes = query.shape[1]
     if columns.shared_blocks:
         tiles = tiling.tiles(query)
         keys, values = (_shared(states, columns, tiling.places) for states in (key, value))
-        for block, one, other in zip(columns.shared_blocks, keys, values, strict=True):
-            parts.append((block.number, *attend_block(tiles, one, other, block.mask, scale, cap)))
+        for (run, mask), one, other in zip(columns.shared_runs, keys, values, strict=True):
+            queries = tiles if len(run) == 1 else tiles.repeat(len(run), 1, 1, 1)
+            found = attend_block(queries, one, other, mask, scale, cap)
+            parts.append((run, *(states.unflatten(0, (len(run), -1)) for states in found)))
     tile = tiling.of_one_node(query.transpose(0, 1)) if columns.own_blocks else query
     for block, column in columns.own_columns(tiling.places):
         one, other = (
@@ -179,52 +207,68 @@ def _of_text(
         found = attend_block(tile, one, other, block.mask, scale, cap)
         # (nodes, key heads, group, width) and (nodes, key heads, group)
         output, sums = (states[:, :, : tiling.group].transpose(0, 1) for states in found)
-        parts.append((block.number, tiling.tiles(output), tiling.tiles(sums[..., None])[..., 0]))
+        parts.append(([block], tiling.tiles(output)[None], tiling.tiles(sums[..., None])[None, ..., 0]))
     if not parts:  # all of it is padding
         return torch.zeros_like(query)
-    if len(parts) == 1 and sinks is None:
-        return tiling.nodes(parts[0][1], nodes)
+    if len(parts) == 1 and len(parts[0][0]) == 1 and sinks is None:
+        return tiling.nodes(parts[0][1][0], nodes)
     if sinks is not None:
         sinks = tiling.tiles(sinks[:, None, :, None].expand(-1, nodes, -1, -1))[..., 0]
     return tiling.nodes(_together(parts, sinks), nodes)
 
 
 def _shared(states: Tensor, columns: RowColumns, size: int) -> list[Tensor]:
-    """Return each shared block of ``states`` (1, key heads, columns, width), filled up by zeros if it is too short."""
+    """Return the shared blocks of ``states`` (1, key heads, columns, width), (blocks, key heads, places, width).
+
+    There is one tensor for each run of blocks. A last block that is too short is filled up by zeros.
+    """
     if not isinstance(columns.shared, int):
         states = states.index_select(2, columns.shared)
     elif columns.shared:
         states = states[:, :, columns.shared :]
     if states.stride(2) != states.shape[3]:
         states = states.contiguous()
-    blocks, found = states.split(size, 2), []
-    for block in columns.shared_blocks:
-        part, places = blocks[block.number - columns.shared_blocks[0].number], block.mask.shape[-1]
-        missing = places - part.shape[2]
-        found.append(part if not missing else pad(part, (0, 0, 0, missing)) if missing > 0 else part[:, :, :places])
+    found = []
+    for run, mask in columns.shared_runs:
+        first, places = (run[0].number - columns.shared_blocks[0].number) * size, mask.shape[-1]
+        if len(run) > 1:
+            part = states[0, :, first : first + len(run) * size].unflatten(1, (-1, size)).transpose(0, 1)
+        else:
+            part = states[:, :, first : first + places]
+            if missing := places - part.shape[2]:
+                part = pad(part, (0, 0, 0, missing))
+        found.append(part)
     return found
 
 
-def _together(parts: list[tuple[int, Tensor, Tensor]], sinks: Tensor | None) -> Tensor:
-    """Put the outputs of numbered blocks together, weighed by the logarithms of their sums.
+# Blocks, their outputs (blocks, tiles, key heads, queries, width), and the logarithms of their sums, of the same shape
+# without width.
+Part = tuple[list[Block], Tensor, Tensor]
+
+
+def _together(parts: list[Part], sinks: Tensor | None) -> Tensor:
+    """Put the outputs of blocks together, weighed by the logarithms of their sums.
 
     ``sinks``, (tiles, key heads, queries) as these sums, weigh, and add nothing.
 
     The weights come from a softmax over the blocks, whose kernel adds up a row in the same order however many rows
     there are. So each block has a place of its own there, and what is left of whole vectors weighs 0.
     """
-    numbers = [number for number, _, _ in parts]
-    none = torch.full_like(parts[0][2], float("-inf"))
-    logs = [none] * (-(-(numbers[-1] + 2) // VECTOR) * VECTOR)
-    logs[0] = none if sinks is None else sinks
-    for number, _, sums in parts:
-        logs[number + 1] = sums
-    weights = torch.stack(logs, -1).softmax(-1).unbind(-1)
-    outputs = torch.stack([output for _, output, _ in parts]).float()
-    first, *others = (outputs * torch.stack([weights[number + 1] for number in numbers])[..., None]).unbind()
+    numbers = [block.number + 1 for run, _, _ in parts for block in run]
+    outputs, sums = (
+        torch.cat(states) if len(parts) > 1 else states[0] for states in list(zip(*parts, strict=True))[1:]
+    )
+    logs = sums.new_full((*sums.shape[1:], -(-(numbers[-1] + 1) // VECTOR) * VECTOR), float("-inf"))
+    if sinks is not None:
+        logs[..., 0] = sinks
+    is_run = numbers[-1] - numbers[0] == len(numbers) - 1
+    at: Any = slice(numbers[0], numbers[-1] + 1) if is_run else numbers
+    logs[..., at] = sums.movedim(0, -1)
+    weights = logs.softmax(-1)[..., at].movedim(-1, 0)  # (blocks, tiles, key heads, queries), in float32
+    first, *others = (outputs * weights[..., None]).unbind()
     for other in others:  # each product is rounded before it is added, whatever the processor could do at once
         first += other
-    return first.to(parts[0][1].dtype)
+    return first.to(outputs.dtype)
 
 
 Shape = tuple[int, int, int, torch.dtype, float | None]  # key heads, queries of each, width, dtype, cap of scores
@@ -255,7 +299,9 @@ def _tried(shape: Shape, device: torch.device, places: int, threads: int) -> Til
     def drawn(rows: int) -> Tensor:
         return torch.randn((key_heads, rows, width), generator=generator).to(device, dtype)
 
-    query, key, value = drawn(count), *(drawn(2 * places + 40)[None, :, 37 : 37 + places] for _ in range(2))
+    query, *buffers = drawn(count), *(drawn(2 * places + 40)[None, :, 37 : 37 + 2 * places] for _ in range(2))
+    key, value = (buffer[:, :, :places] for buffer in buffers)
+    key_of_two, value_of_two = (buffer[0].unflatten(1, (2, places)).transpose(0, 1) for buffer in buffers)
     hidden = torch.rand((count, places), generator=generator).to(device) < 0.4
     # Of two places with the same key, values cancel out. What is left of sums is their rounding, which shows orders.
     one, other = torch.randperm(places, generator=generator).view(2, -1)
@@ -270,6 +316,16 @@ def _tried(shape: Shape, device: torch.device, places: int, threads: int) -> Til
             keys, values = keys.repeat(copied, 1, 1, 1), values.repeat(copied, 1, 1, 1)
         masks = masks[:, :seen].unflatten(0, (tiles, 1, -1))
         output, sums = attend_block(queries, keys, values, masks, 0.3, cap)
+        return together(output, sums)
+
+    def attend_with_other_block(rows: list[int]) -> Tensor:
+        """Do as ``attend``, in a call that attends to the next block, too."""
+        masks = mask[rows][None, None].repeat(2, 1, 1, 1)
+        queries = query[:, rows][None].repeat(2, 1, 1, 1)
+        output, sums = attend_block(queries, key_of_two, value_of_two, masks, 0.3, cap)
+        return together(output[:1], sums[:1])
+
+    def together(output: Tensor, sums: Tensor) -> Tensor:
         bits = torch.cat([output.float(), sums[..., None]], -1)  # (tiles, key heads, queries, width + 1)
         return bits.transpose(1, 2).flatten(0, 1).flatten(1)
 
@@ -279,6 +335,7 @@ def _tried(shape: Shape, device: torch.device, places: int, threads: int) -> Til
     rows, some = list(range(3 * queries[-1])), list(range(queries[0]))
     wanted = torch.cat([attend(rows[first : first + queries[-1]]) for first in rows[:: queries[-1]]])
     ways = [(attend(rows, tiles=3), rows), (attend(rows, tiles=3, copied=3), rows), (attend(some, copied=1), some)]
+    ways += [(attend_with_other_block(rows[: queries[-1]]), rows[: queries[-1]])]
     if not all(torch.equal(found, wanted[of]) for found, of in ways):
         return None
     step = STEP

@@ -50,13 +50,14 @@ class Tiling:
         rows = states.flatten(1, 2)
         count = rows.shape[1]
         size = next((size for size in self.queries if size >= count), self.queries[-1])
-        tiles: Tensor = pad(rows, (0, 0, 0, -count % size)).unflatten(1, (-1, size)).transpose(0, 1)
-        return tiles
+        if missing := -count % size:
+            rows = pad(rows, (0, 0, 0, missing))
+        return rows[None] if count <= size else rows.unflatten(1, (-1, size)).transpose(0, 1)
 
     def nodes(self, tiles: Tensor, count: int) -> Tensor:
         """Undo ``tiles`` for so many nodes."""
-        rows = tiles.transpose(0, 1).flatten(1, 2)
-        nodes: Tensor = rows[:, : count * self.group].unflatten(1, (count, self.group))
+        rows = tiles[0] if len(tiles) == 1 else tiles.transpose(0, 1).flatten(1, 2)
+        nodes: Tensor = rows.narrow(1, 0, count * self.group).unflatten(1, (count, self.group))
         return nodes
 
     def of_one_node(self, states: Tensor) -> Tensor:
@@ -103,6 +104,28 @@ class RowColumns:
             own.append(_biased(block, tiling.of_one_node(bias.gather(-1, index))))
         return dataclasses.replace(self, shared_blocks=shared, own_blocks=own)
 
+    @functools.cached_property
+    def shared_runs(self) -> list[tuple[list[Block], Tensor]]:
+        """Group the shared blocks that the kernel attends to at once, and join their masks along the tiles.
+
+        Those are whole blocks one after the other whose nodes are one tile. The last block of all may be part of one.
+        """
+        runs: list[list[Block]] = []
+        for at, block in enumerate(self.shared_blocks):
+            is_last = at + 1 == len(self.shared_blocks) and not self.own_blocks
+            before = runs[-1][-1] if runs else None
+            if (
+                before is not None
+                and len(block.mask) == 1
+                and block.number == before.number + 1
+                and block.mask.shape == before.mask.shape
+                and not is_last
+            ):
+                runs[-1].append(block)
+            else:
+                runs.append([block])
+        return [(run, torch.cat([block.mask for block in run]) if len(run) > 1 else run[0].mask) for run in runs]
+
     def own_columns(self, size: int) -> Iterator[tuple[Block, Tensor]]:
         """Yield each block of ``size`` places in which nodes have keys of their own, and its columns."""
         for block in self.own_blocks:
@@ -115,8 +138,7 @@ def _biased(block: Block, bias: Tensor) -> Block:
     return dataclasses.replace(block, mask=torch.where(block.mask == 0, bias.to(block.mask.dtype), block.mask))
 
 
-def _all() -> slice:
-    return slice(None)
+ALL = slice(None)
 
 
 @dataclass(frozen=True)
@@ -131,8 +153,8 @@ class Text:
     visible: Tensor
     place: Tensor
     split: int | None = None
-    nodes: slice = field(default_factory=_all)
-    keys: slice = field(default_factory=_all)
+    nodes: slice = field(default_factory=lambda: ALL)  # slices are no default before Python 3.12
+    keys: slice = field(default_factory=lambda: ALL)
 
     def bias_of(self, bias: Tensor) -> Tensor:
         """Return what ``Columns.with_bias`` adds to the scores of the text's nodes, (heads, nodes, keys)."""
