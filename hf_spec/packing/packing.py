@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo import OptimizedModule
 
+from .attention import attend_together
 from .layout import row_reader
 from .weight import NOT_COMPILED, STORAGE, Owners, PackedWeight, Storage, lock, parameters_of
 
@@ -123,6 +124,8 @@ def _pack(models: tuple[Any, ...], force: bool) -> tuple[Packing, list[Storage]]
                 continue
             new.append(found.weight._storage)
         report.packed.append(found.name)
+    if report.packed:
+        attend_together()
     size = sum(one.weight.nbytes for one in _weights(networks) if _is_packed(one.weight))
     return replace(report, bytes=size), new
 

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from transformers.integrations.sdpa_attention import use_gqa_in_sdpa
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
+from ..packing.attention import attend_together
 from .hooks import wraps
 
 _folding: ContextVar[_Masks | None] = ContextVar("hf_spec_folding", default=None)
@@ -136,10 +137,11 @@ def _hook_attention() -> None:
 
 
 def unhook_attention() -> None:
-    """Restore transformers' own attention."""
+    """Restore transformers' own attention, also for packed models."""
     found = ALL_ATTENTION_FUNCTIONS["sdpa"]
-    if getattr(found, "_hf_spec", None) == __name__:
-        AttentionInterface.register("sdpa", found._hf_spec_original)
+    while getattr(found, "_hf_spec", None) in (__name__, attend_together.__module__):
+        found = found._hf_spec_original
+    AttentionInterface.register("sdpa", found)
 
 
 def _can_fold(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, others: Any) -> bool:
