@@ -199,8 +199,13 @@ TABLES = {
     ),
     "invariant-cost": Table(
         lambda content: made_from(content) + "\n" + invariant_cost.table(content),
-        "invariant_cost.py --json results/invariant-cost.json",
+        "invariant_cost.py --dtypes bfloat16 float32 --json results/invariant-cost.json",
         RESULTS / "invariant-cost.json",
+    ),
+    "invariant-cost-1b": Table(
+        lambda content: made_from(content) + "\n" + invariant_cost.table(content),
+        "invariant_cost.py --shape llama-1b --dtypes bfloat16 --rounds 6 --json results/invariant-cost-1b.json",
+        RESULTS / "invariant-cost-1b.json",
     ),
     "exact-answers": script_file(
         below_its_machine(exact_answers.table),
