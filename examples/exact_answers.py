@@ -2,6 +2,7 @@
 
     python examples/exact_answers.py TARGET spec_bench.jsonl --json answers.json                # 200 answers
     python examples/exact_answers.py TARGET spec_bench.jsonl --json answers.json --answers 48   # fewer
+    python examples/exact_answers.py TARGET spec_bench.jsonl --json answers.json --packed       # with packed weights
     python examples/exact_answers.py --read answers.json                                        # the file's table
 
 Every answer is compared with what plain ``generate`` writes for that prompt alone, outside of ``hf_spec.invariant``
@@ -112,6 +113,7 @@ def round_of(
 def measure(args: argparse.Namespace) -> None:
     """Add the rounds that are missing to the file."""
     settings = {"target": Path(args.target).name, "dtype": args.dtype, "new_tokens": args.new_tokens}
+    settings |= {"packed": args.packed}
     content: dict[str, Any] = {"made_from": machine(), "settings": settings, "rounds": {mode: [] for mode in MODES}}
     if args.json.exists():
         content = json.loads(args.json.read_text(encoding="utf-8"))
@@ -121,6 +123,8 @@ def measure(args: argparse.Namespace) -> None:
     tokenizer = AutoTokenizer.from_pretrained(args.target)
     prompts = sorted((one.render([], tokenizer) for one in read_prompts(args.prompts)), key=len)[: args.answers]
     targets, draft = dict(zip(MODES, (copy.deepcopy(target), target), strict=True)), noisy(target)
+    if args.packed:
+        print(hf_spec.pack(*targets.values(), draft), flush=True)
     ways = {mode: ways_of(one, draft) for mode, one in targets.items()}
     with hf_spec.invariant(target) as on:
         print(on, flush=True)
@@ -144,7 +148,8 @@ def table(content: dict[str, Any]) -> str:
     """Write the table of a file of ``--json``."""
     settings, sums = content["settings"], {mode: summed(content["rounds"][mode]) for mode in MODES}
     answers = answers_in(content, "in the mode")
-    title = f"{settings['target']}, {settings['dtype']}: {answers} answers of at most {settings['new_tokens']} tokens"
+    packed = ", packed" * bool(settings.get("packed"))  # which older files do not say
+    title = f"{settings['target']}, {settings['dtype']}{packed}: {answers} answers of at most {settings['new_tokens']} tokens"
     sizes = [f"{mode}, batches of {size}" for mode in MODES for size in BATCHES]
     header = ["different answers", *sizes, "accepted draft tokens"]
     lines = [title, "", f"| {' | '.join(header)} |", f"|{'---|' * len(header)}"]
@@ -175,6 +180,7 @@ def main() -> None:
     parser.add_argument("--read", type=Path, help="measure nothing; print the table of this file")
     parser.add_argument("--answers", type=int, default=200)
     parser.add_argument("--new-tokens", type=int, default=32)
+    parser.add_argument("--packed", action="store_true", help="pack the weights of target and draft")
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
     args = parser.parse_args()
     if args.read is None:
