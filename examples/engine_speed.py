@@ -457,8 +457,11 @@ def measure_all(args: argparse.Namespace) -> None:
         logs = []
         for kind, batch in product(args.prompts, args.batch):
             cell = Cell(model, dtype, cores, kind, batch)
-            settings = {"new_tokens": args.new_tokens, "draft": args.draft, "tokens": args.num_speculative_tokens}
-            settings["prompts_in_all"] = args.number
+            drafts = {
+                kind: Path(path).name for kind, path in args.draft.items()
+            }  # where they lie is nobody's business
+            settings = {"new_tokens": args.new_tokens, "draft": drafts, "tokens": args.num_speculative_tokens}
+            settings |= {"model": Path(model).name, "prompts_in_all": args.number}
             made_from = vars(cell) | here | settings | {"title": cell.title}
             log = Log(args.out / f"{cell.name}.json", made_from)
             logs += [(log, args.prompts_of[kind], batch)] if len(log.turns) < args.turns else []

@@ -148,8 +148,8 @@ def table(content: dict[str, Any]) -> str:
     """Write the table of a file of ``--json``."""
     settings, sums = content["settings"], {mode: summed(content["rounds"][mode]) for mode in MODES}
     answers = answers_in(content, "in the mode")
-    packed = ", packed" * bool(settings.get("packed"))  # which older files do not say
-    title = f"{settings['target']}, {settings['dtype']}{packed}: {answers} answers of at most {settings['new_tokens']} tokens"
+    kind = settings["dtype"] + ", packed" * bool(settings.get("packed"))  # which older files do not say
+    title = f"{settings['target']}, {kind}: {answers} answers of at most {settings['new_tokens']} tokens"
     sizes = [f"{mode}, batches of {size}" for mode in MODES for size in BATCHES]
     header = ["different answers", *sizes, "accepted draft tokens"]
     lines = [title, "", f"| {' | '.join(header)} |", f"|{'---|' * len(header)}"]

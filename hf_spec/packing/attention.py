@@ -64,7 +64,9 @@ def _queries(module: nn.Module, query: Tensor, key: Tensor, mask: Tensor | None,
 
 
 def _is_packed(module: nn.Module) -> bool:
-    return any(isinstance(child._parameters.get("weight"), PackedWeight) for child in module.children())
+    """Tell whether a projection of ``module``, or one under an adapter of PEFT, is packed."""
+    linear = (child._modules.get("base_layer", child) for child in module.children())
+    return any(one is not None and isinstance(one._parameters.get("weight"), PackedWeight) for one in linear)
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, rows: int, scale: float | None) -> Tensor:

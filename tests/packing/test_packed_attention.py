@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from test_packing import make
 from torch import Tensor
 from torch.nn import functional
@@ -133,6 +134,18 @@ def test_it_meets_draft_tokens_and_is_undone(first: str, asked: list[tuple[int, 
     integration.uninstall()
     assert ALL_ATTENTION_FUNCTIONS["sdpa"] is own
     integration.install()
+
+
+def test_projections_under_adapters_are_seen() -> None:
+    if reason := why_not_here(torch.float32, force=True):
+        pytest.skip(reason)
+    adapted = get_peft_model(make(), LoraConfig(r=4, target_modules=["q_proj", "k_proj", "v_proj", "o_proj"]))
+    module = adapted.get_base_model().model.layers[0].self_attn
+    assert not attention._is_packed(module)
+    hf_spec.pack(adapted, force=True)
+    assert attention._is_packed(module)
+    hf_spec.unpack(adapted)
+    assert not attention._is_packed(module)
 
 
 def test_a_step_has_the_logits_that_transformers_attention_gives(monkeypatch: pytest.MonkeyPatch) -> None:
