@@ -24,6 +24,7 @@ LAYERS = (
         "untrusted",
         "versions",
         "whole_files",
+        "wrappers",
     ),
     ("parallel", "proposal", "sampling", "display", "metrics", "settings", "configuration"),
     ("scoring",),

@@ -432,7 +432,7 @@ def _is_known(module: nn.Module) -> bool:
 
 def _compute_rows(mode: Invariance, model: Any, found: Mapping[nn.Module, tuple[int, ...]]) -> None:
     """Let modules of ``model`` compute rows in the numbers that were ``found``."""
-    config, every = _text_config(model), sizes_on(input_device(model))
+    settings, every = _Settings(_text_config(model)), sizes_on(input_device(model))
     # Configs are slow to read, so that one module of each attention looks at them.
     first = (
         next((one for one in module.modules() if one in found), None) for module in filter(_attends, model.modules())
@@ -447,7 +447,7 @@ def _compute_rows(mode: Invariance, model: Any, found: Mapping[nn.Module, tuple[
             mode.mixtures[sizes] += 1
         elif sizes == every and module not in watching:
             continue  # each row by itself already
-        watched = _Settings(config) if module in watching or is_mixture(module) else None
+        watched = settings if module in watching or is_mixture(module) else None
         mode._undo.append(_compute_in(module, sizes, mode.threads, watched))
 
 

@@ -25,8 +25,8 @@ from torch import Tensor, nn
 from transformers.integrations.sdpa_attention import use_gqa_in_sdpa
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
-from ..packing.attention import attend_together
-from .hooks import wraps
+from ..packing.attention import attend_together, folded, shares_mask
+from ..wrappers import mark_wrapper, wraps
 
 _folding: ContextVar[_Masks | None] = ContextVar("hf_spec_folding", default=None)
 _folding_in_graphs = False  # torch.compile cannot look into a context variable
@@ -117,7 +117,7 @@ def _hook_attention() -> None:
             passed = original(module, query, key, value, attention_mask, **kwargs)
             return passed
         spans = () if masks is None else masks.spans_of(attention_mask, key)
-        if masks is not None and spans and _shares_mask(module, query, key, attention_mask, kwargs):
+        if masks is not None and spans and shares_mask(module, query, key, attention_mask, kwargs):
             return _in_spans(query, key, value, attention_mask, masks, spans, kwargs.get("scaling")), None
         is_ordinary = query.shape[2] == 1 and not in_graph  # a plain step: it must round as plain `generate` does
         folds = not is_ordinary and _can_fold(module, query, key, value, attention_mask, kwargs)
@@ -129,11 +129,9 @@ def _hook_attention() -> None:
         if not folds:
             passed = original(module, query, key, value, attention_mask, **kwargs)
             return passed
-        return _folded(query, key, value, attention_mask, kwargs.get("scaling")), None
+        return folded(query, key, value, attention_mask, kwargs.get("scaling")), None
 
-    attention._hf_spec = __name__  # type: ignore[attr-defined]
-    attention._hf_spec_original = original  # type: ignore[attr-defined]
-    AttentionInterface.register("sdpa", attention)
+    AttentionInterface.register("sdpa", mark_wrapper(attention, original, __name__))
 
 
 def unhook_attention() -> None:
@@ -148,28 +146,7 @@ def _can_fold(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask
     """Tell whether there are groups of query heads that share their keys and a mask, and would get copies of keys."""
     if mask is None or getattr(module, "num_key_value_groups", 1) == 1:
         return False
-    return _shares_mask(module, query, key, mask, others) and not use_gqa_in_sdpa(mask, key, value)
-
-
-def _shares_mask(module: nn.Module, query: Tensor, key: Tensor, mask: Tensor, others: Any) -> bool:
-    """Tell whether all query heads of a group share one mask, and nothing but that mask changes the attention."""
-    if mask.ndim != 4 or mask.shape[1] != 1 or others.get("dropout"):
-        return False
-    if any(others.get(name) is not None for name in ("position_bias", "cache", "softcap", "s_aux")):
-        return False
-    return bool(getattr(module, "num_key_value_groups", 1) == query.shape[1] // key.shape[1])
-
-
-def _folded(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float | None) -> Tensor:
-    """Attend with the query heads of a group as further queries, and return (batch, nodes, heads, value width).
-
-    ``mask`` is (batch, 1, group * nodes, slots).
-    """
-    batch, heads, nodes, width = query.shape
-    group = heads // key.shape[1]
-    queries = query.reshape(batch, key.shape[1], group * nodes, width)
-    seen = torch.nn.functional.scaled_dot_product_attention(queries, key, value, attn_mask=mask, scale=scale)
-    return seen.reshape(batch, heads, nodes, -1).transpose(1, 2).contiguous()
+    return shares_mask(module, query, key, mask, others) and not use_gqa_in_sdpa(mask, key, value)
 
 
 def _in_spans(

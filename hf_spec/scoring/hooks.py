@@ -68,15 +68,3 @@ def is_ours(hook: object) -> bool:
     The latter stay permanently after the first call that asked for hidden states or attentions.
     """
     return getattr(hook, "_hf_spec_looks", False) or getattr(hook, "__module__", None) == COLLECTING
-
-
-def wraps(function: Any, owner: str) -> bool:
-    """Tell whether ``function``, or one that it wraps, is a wrapper of the module ``owner``.
-
-    Another copy of this package, such as a draft's own code, may have wrapped the same function.
-    """
-    while function is not None:
-        if getattr(function, "_hf_spec", None) == owner:
-            return True
-        function = getattr(function, "_hf_spec_original", None)
-    return False

@@ -25,8 +25,9 @@ from transformers.masking_utils import (
 )
 
 from ..device_tensors import cached_arange
+from ..wrappers import mark_wrapper, wraps
 from .attention import Span, folding, note_causal
-from .hooks import NO_CONTEXT, wraps
+from .hooks import NO_CONTEXT
 
 
 @dataclass
@@ -302,9 +303,7 @@ def _hook_masks(implementation: str) -> None:
         changed = {"mask_function": function, "attention_mask": None, "q_offset": 0, "allow_is_causal_skip": False}
         return original(*args, **{**kwargs, **changed})
 
-    mask._hf_spec = __name__  # type: ignore[attr-defined]
-    mask._hf_spec_original = original  # type: ignore[attr-defined]
-    AttentionMaskInterface.register(implementation, mask)
+    AttentionMaskInterface.register(implementation, mark_wrapper(mask, original, __name__))
 
 
 def unhook_masks() -> None:

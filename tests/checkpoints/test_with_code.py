@@ -21,7 +21,7 @@ from hf_spec.bundling import DECODING, IMPORT, absolute, needed
 from hf_spec.checkpoints.kinds import DRAFT_MODELS
 from hf_spec.cli import main
 from hf_spec.decode.entry import generate
-from hf_spec.scoring.hooks import wraps
+from hf_spec.wrappers import wraps
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 IDS = [[1, 581, 614, 263, 453, 16, 442, 297, 263, 493]]
