@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 MIN_SPEEDUP = 1.03  # how much faster than plain steps, whose time is certain, drafting has to promise to be
 TRIES = 1 / 128  # of the time, that trying each source which promises less may cost
+FIRST_NGRAMS = 16  # draft tokens of all sequences in a first try of n-grams: they are often wrong, and these cost
 
 
 class Idle:
@@ -135,11 +136,18 @@ class AdaptiveLength(DraftLengthPolicy):
         """Return a plan for what was not measured, or not for a long time."""
         for one in options:
             if not self.cost.curve(batch_size, one.source):
-                return one.plan(min(len(one.survival), self.first))
+                return one.plan(min(len(one.survival), self._first_of(one.source, batch_size)))
         plain = self.cost.plain(batch_size)
         if options and (not plain or self.idle.seconds(DraftSource.NONE) > plain / TRIES):
             return _plain(batch_size)
         return None
+
+    def _first_of(self, source: DraftSource, batch_size: int) -> int:
+        """Return the length at which ``source`` is tried first."""
+        if source is DraftSource.MODEL:
+            return self.first
+        most = min(self.first, max(1, FIRST_NGRAMS // batch_size))
+        return max((length for length in self.lengths if 0 < length <= most), default=self.first)
 
     def _fastest(self, batch_size: int, options: Sequence[_Option]) -> DraftPlan:
         best, fastest, wait = None, 0.0, math.inf

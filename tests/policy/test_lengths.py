@@ -176,6 +176,31 @@ def test_every_source_is_tried_first_and_again_but_seldom() -> None:
     assert seconds[MODEL] + seconds[NONE] < 0.04 * sum(seconds.values())
 
 
+@pytest.mark.parametrize(("rows", "length"), [(1, 5), (3, 5), (4, 4), (8, 2), (16, 1), (64, 1)])
+def test_a_first_try_of_ngrams_is_short_in_a_batch(rows: int, length: int) -> None:
+    survival = [[0.9] * 8] * rows
+    assert adaptive(Profile()).plan(rows, [Estimate(NGRAM, survival)]).length == length
+    assert adaptive(Profile()).plan(rows, [Estimate(MODEL, survival)]).length == 5  # asking it costs more than a token
+    assert adaptive(Profile(), lengths=(0, 5)).plan(rows, [Estimate(NGRAM, survival)]).length == 5  # there is a graph
+
+
+@pytest.mark.parametrize(("rate", "kept"), [(0.95, 4), (0.05, 0)])
+def test_after_a_short_try_ngrams_grow_or_end(rate: float, kept: int) -> None:
+    policy, lengths = adaptive(Profile()), []
+    for _ in range(40):
+        length = policy.plan(8, [Estimate(NGRAM, [[rate**j for j in range(1, 9)]] * 8)]).length
+        policy.observe(StepObservation(length, 1 + 0.2 * length, [length] * 8, [length // 2] * 8))
+        lengths.append(length)
+    assert lengths[0] == 2 and (min(lengths[5:]) >= kept if kept else max(lengths[5:]) == 0)
+
+
+def test_a_step_that_did_other_work_warms_up_as_well() -> None:
+    profile = Profile()
+    for seconds in (None, 3.0):
+        profile.cost.observe(1, MODEL, 2, seconds)
+    assert profile.cost.curve(1, MODEL)[2] == 3.0
+
+
 def test_steps_that_did_other_work_teach_no_times() -> None:
     profile = Profile()
     for _ in range(4):
