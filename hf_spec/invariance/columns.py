@@ -1,8 +1,8 @@
 """Where the keys that a node sees lie in its own text: the same places in any batch, block, tree and cache.
 
 In a cache, a key's column depends on the padding of its row, on the window of its layer, and on the tree that its node
-belongs to. Its *place* is its position in the text of its row, without padding. Attention adds up keys in blocks of
-places, so that it adds up the same numbers in the same order wherever they lie.
+belongs to. Its *place* is its position in the text of its row, without masked tokens. Attention adds up keys in blocks
+of places, so that it adds up the same numbers in the same order wherever they lie.
 """
 
 from __future__ import annotations
@@ -332,10 +332,10 @@ def mask_with_columns(
         padding = attention_mask
     else:
         column, padding = block.shown(kv_offset, kv_length)[1], block.padding
-    before = column.new_zeros((batch_size, 1)) if padding is None else _length_of_padding(padding)
+    place = _place(column, padding)
     if block is not None and block.ancestors is not None:
-        split = int((block.lengths[:, None] - before).min())
-    place = column - before
+        split = int(_place(block.lengths[:, None], padding).min())
+    mask = mask.contiguous()  # as transformers makes it for static caches, in a new tensor that knows no columns
     return with_columns(mask, [Text(row, mask[row, 0], place[row], split) for row in range(len(mask))])
 
 
@@ -351,9 +351,12 @@ def mask_of_packed(texts: Sequence[Text]) -> Tensor:
     return with_columns(torch.ones((1, 1, 1, 1), dtype=torch.bool).expand(1, 1, nodes, keys), texts)
 
 
-def _length_of_padding(mask: Tensor) -> Tensor:
-    """Return how many columns of each row (batch, columns) of a mask are left padding, (batch, 1)."""
-    return mask.to(torch.long).argmax(1, keepdim=True)
+def _place(column: Tensor, mask: Tensor | None) -> Tensor:
+    """Return each column (batch, columns) without the masked ones up to it; ``mask`` (batch, tokens) is 0 at those."""
+    if mask is None:
+        return column
+    masked = (mask == 0).cumsum(1)
+    return column - masked.gather(1, column.clamp(0, masked.shape[1] - 1))
 
 
 def register_mask() -> None:

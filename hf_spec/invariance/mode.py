@@ -38,6 +38,7 @@ from .own_attention import attend_by_ours, multiplies_rows, without_bias
 from .rows import ALIGNMENT, SIZES, agreeing_sizes, cancelling, in_sizes, one_by_one, sizes_on, with_float32
 from .sources import CONVOLUTIONS, convolutions_of_source, encoded, read_text, why_no_source
 
+AUTOCAST = "torch.autocast chooses dtypes by operation; leave it, and load the model in the dtype that you want"
 PROBE = 2  # tokens of the forward that finds out what a model computes
 ACTIVATIONS = tuple({kind for kind in ACT2CLS.values() if isinstance(kind, type)})
 
@@ -143,12 +144,12 @@ def invariant(model: PreTrainedModel) -> Invariance:
     if not isinstance(network, PreTrainedModel):
         raise TypeError(f"invariant takes a model of transformers, the target, and this is a {type(model).__name__}")
     with _lock:
-        if (known := _modes.get(network)) is not None:
-            mode = Invariance(known.model, known.threads, known.products, known.mixtures, _open=known._open)
-        else:
-            mode = Invariance(weakref.ref(network), torch.get_num_threads())
-            _begin(mode, network)
-            _modes[network] = mode
+        if (known := _modes.get(network)) is None:
+            known = Invariance(weakref.ref(network), torch.get_num_threads())
+            _begin(known, network)
+            _modes[network] = known
+        # Another object, which nothing here keeps alive.
+        mode = Invariance(known.model, known.threads, known.products, known.mixtures, _open=known._open)
         mode._open.add(mode)
         return mode
 
@@ -249,10 +250,20 @@ def _refuse(model: Any) -> None:
         reason = f"{linear} is quantised and multiplies by code of its own, which may look at all rows at once"
     elif model.training:
         reason = "it is in train mode; call model.eval() first"
+    elif any(torch.is_autocast_enabled(one.split(":")[0]) for one in devices):
+        reason = AUTOCAST
+    elif (other := _sharing(model)) is not None:
+        reason = f"it shares modules with a {type(other).__name__} that is in the mode; end that mode first"
     elif not all(hasattr(torch.ops.aten, kernel) for kernel in KERNELS.values()):
         reason = f"torch {torch.__version__} lacks the kernel of attention that it needs"
     if reason is not None:
         raise ValueError(f"{name} cannot be made invariant: {reason}.")
+
+
+def _sharing(model: Any) -> Any:
+    """Return another model that is in the mode and has modules of ``model``."""
+    own = set(model.modules())
+    return next((one for one in list(_modes) if one is not model and not own.isdisjoint(one.modules())), None)
 
 
 def _quantised_linear(model: Any) -> str | None:
@@ -265,16 +276,41 @@ def _quantised_linear(model: Any) -> str | None:
 
 
 def _attend(model: Any) -> Undo:
-    """Let ``model`` attend by our function; return what undoes that."""
-    known = [(config, config._attn_implementation) for config in _configs_of(model)]
-    for config, _ in known:
+    """Let ``model`` attend by our function; return what undoes that.
+
+    A config that several models share names our function until the last of their modes ends.
+    """
+    configs = _configs_of(model)
+    for config in configs:
+        shared = _attending.get(id(config))
+        if shared is None or shared.config() is not config:
+            shared = _attending[id(config)] = _Attending(weakref.ref(config), config._attn_implementation)
+        shared.modes += 1
         config._attn_implementation = NAME
 
     def undo(of: Callable[[Any], Any]) -> None:
-        for config, before in known:
-            of(config)._attn_implementation = before
+        for config in configs:
+            changed, shared = of(config), _attending[id(config)]
+            if changed is config:
+                shared.modes -= 1
+            if changed is not config or not shared.modes:
+                changed._attn_implementation = shared.before
+            if not shared.modes:
+                del _attending[id(config)]
 
     return undo
+
+
+@dataclass
+class _Attending:
+    """A ``config``, the attention that it named ``before``, and the number of modes in which it names ours."""
+
+    config: weakref.ref[Any]
+    before: str
+    modes: int = 0
+
+
+_attending: dict[int, _Attending] = {}  # by the config's id
 
 
 def _configs_of(model: Any) -> list[Any]:
@@ -432,7 +468,8 @@ def _is_known(module: nn.Module) -> bool:
 
 def _compute_rows(mode: Invariance, model: Any, found: Mapping[nn.Module, tuple[int, ...]]) -> None:
     """Let modules of ``model`` compute rows in the numbers that were ``found``."""
-    settings, every = _Settings(_text_config(model)), sizes_on(input_device(model))
+    device = input_device(model)
+    settings, every = _Settings(_text_config(model), device.type), sizes_on(device)
     # Configs are slow to read, so that one module of each attention looks at them.
     first = (
         next((one for one in module.modules() if one in found), None) for module in filter(_attends, model.modules())
@@ -454,11 +491,13 @@ def _compute_rows(mode: Invariance, model: Any, found: Mapping[nn.Module, tuple[
 class _Settings:
     """The ways of attention and of experts that a config names, which may not change in the mode."""
 
-    def __init__(self, config: Any) -> None:
-        self.config, self.way = config, way_of_experts(config)
+    def __init__(self, config: Any, place: str) -> None:
+        self.config, self.way, self.place = config, way_of_experts(config), place
 
     def check(self) -> None:
-        """Raise an ``ExplainedError`` if one of them was set."""
+        """Raise an ``ExplainedError`` if one of them was set, or if autocast is on."""
+        if torch.is_autocast_enabled(self.place):
+            raise ExplainedError(f"an invariant model cannot run in autocast: {AUTOCAST}")
         if self.config._attn_implementation != NAME:
             raise ExplainedError(
                 f"attention was set to {self.config._attn_implementation!r} while the model is invariant; close the "

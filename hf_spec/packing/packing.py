@@ -89,7 +89,7 @@ def unpack(*models: Any) -> None:
     for found in _weights(_networks(models)):
         weight, is_own = found.weight, any(isinstance(owner, nn.Module) for owner, _ in found.owners)
         if is_own and isinstance(weight, PackedWeight):  # what a draft only borrows is its target's to undo
-            found.weight = weight._storage.unpack()
+            found.weight = weight.made_plain()
 
 
 @contextlib.contextmanager
@@ -116,6 +116,8 @@ def _pack(models: tuple[Any, ...], force: bool) -> tuple[Packing, list[Storage]]
     gc.collect()  # garbage may hold weights
     report, new = Packing(), []
     for found in _weights(networks):
+        if isinstance(found.weight, PackedWeight) and not _is_packed(found.weight):  # a reference that was put back
+            found.weight = found.weight.made_plain()
         if not _is_large(found):
             continue
         if not _is_packed(found.weight):
@@ -141,10 +143,11 @@ def _pack_weight(found: _Found) -> str | None:
         if found.is_looked_up and rows is None:
             return "it is an embedding too, and oneDNN's layout of it is not understood"
         known = getattr(weight, STORAGE, lambda: None)()  # of references from when it was packed before
-        storage = known or Storage(vars(weight))
+        storage = known or Storage()
         own = storage.weight() if storage.weight is not None else None
-        own = PackedWeight(storage, weight, weight.requires_grad) if own is None else own
-        storage.pack(packed, rows, own, found.owners)
+        if own is None or not own.is_like(weight):
+            own = PackedWeight(storage, weight, weight.requires_grad)
+        storage.pack(packed, rows, own, found.owners, weight)
         found.weight = own.requires_grad_(weight.requires_grad)
         is_held = weakref.ref(weight)
         del weight
@@ -224,6 +227,8 @@ def _why_not(found: _Found, force: bool) -> str | None:
         return "it is no plain matrix"
     if weight.grad is not None:
         return "it is being trained: it has a gradient"
+    if weight._backward_hooks or weight._post_accumulate_grad_hooks:
+        return "it has hooks on its gradient"
     if others:
         return f"{type(others[0]).__name__} uses it otherwise than as a linear layer or an embedding"
     return why_not_here(weight.dtype, force)

@@ -32,15 +32,17 @@ BIG, FEWEST = 3 << 20, 4 if "AVX512" in torch.backends.cpu.get_cpu_capability() 
 Owners = list[tuple[Any, str]]  # modules, each with the name of its parameter
 Made = TypeVar("Made")
 _PLAIN_TYPES = (Tensor, nn.Parameter)
+_OWN_ATTRIBUTES = ("_storage", "_is_detached", "_is_param", STORAGE)
 
 # Operations that ask what a tensor is like, and not for its values.
 _ASKED = ("dtype", "device", "shape", "ndim", "layout", "requires_grad", "grad", "grad_fn", "is_leaf", "is_meta",
           "is_cpu", "is_cuda", "is_sparse", "is_quantized", "is_nested", "itemsize", "nbytes")  # fmt: skip
+_REQUIRES: Any = cast(Any, Tensor.requires_grad).__get__
+_REQUIRING = (Tensor.requires_grad_, cast(Any, Tensor.requires_grad).__set__)
 _ASKING = frozenset(
     [getattr(Tensor, name).__get__ for name in _ASKED]
     + [
-        cast(Any, Tensor.requires_grad).__set__,
-        Tensor.requires_grad_,
+        *_REQUIRING,
         Tensor.size,
         Tensor.dim,
         Tensor.numel,
@@ -55,19 +57,23 @@ class Storage:
     """The values of a weight: ``packed`` in oneDNN's layout, or else ``plain``.
 
     ``weight`` is the parameter that stands for them, and ``owners`` are those that hold it, each with its name there.
-    ``attributes`` are those of the plain parameter.
+    ``attributes`` are those that the plain parameter had.
     """
 
-    def __init__(self, attributes: dict[str, Any]) -> None:
+    def __init__(self, plain: nn.Parameter | None = None) -> None:
         self.packed: Tensor | None = None
-        self.plain: nn.Parameter | None = None
+        self.plain = plain
         self.rows: RowReader | None = None
         self.weight: weakref.ref[PackedWeight] | None = None
         self.owners: list[tuple[weakref.ref[Any], str]] = []
-        self.attributes = {name: value for name, value in attributes.items() if name != STORAGE}
+        self.attributes: dict[str, Any] = {}
 
-    def pack(self, packed: Tensor, rows: RowReader | None, weight: PackedWeight, owners: Owners) -> None:
-        """Take the values from ``packed`` from now on; the plain ones are let go."""
+    def pack(
+        self, packed: Tensor, rows: RowReader | None, weight: PackedWeight, owners: Owners, plain: nn.Parameter
+    ) -> None:
+        """Take the values from ``packed`` from now on; ``plain`` is let go, and ``weight`` gets its attributes."""
+        self.attributes = {name: value for name, value in vars(plain).items() if name != STORAGE}
+        vars(weight).update(self.attributes)
         self.rows, self.packed, self.plain = rows, packed, None
         self.weight, self.owners = weakref.ref(weight), [(weakref.ref(owner), name) for owner, name in owners]
 
@@ -108,7 +114,7 @@ class Storage:
         is_trained = own is not None and own.requires_grad
         values = self.dense()
         plain = _without_modes(lambda: nn.Parameter(values, requires_grad=is_trained))
-        vars(plain).update(self.attributes)
+        vars(plain).update(self.attributes if own is None else own._attributes())
         setattr(plain, STORAGE, weakref.ref(self))  # references to the packed weight may still be around
         return plain
 
@@ -117,10 +123,11 @@ class PackedWeight(Tensor):
     """A parameter (outputs, inputs) in oneDNN's layout, which multiplies and is looked up in as it is.
 
     Anything else that is done with it, such as a view, a change, a gradient or a move, makes its module's parameter
-    plain first. References to this object then act on the plain one.
+    plain first. References to this object then act on the plain one, and those to a detached one on its values.
     """
 
     _is_param = True  # for isinstance(..., nn.Parameter)
+    _is_detached = False
     _storage: Storage
 
     @staticmethod
@@ -170,10 +177,34 @@ class PackedWeight(Tensor):
             raise AttributeError("__tensor_flatten__")
         raise RuntimeError(NOT_COMPILED)
 
+    def is_like(self, weight: Tensor) -> bool:
+        """Tell whether ``weight`` has the same shape and dtype."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.shape == weight.shape and self.dtype == weight.dtype
+
+    def made_plain(self, reason: str | None = None) -> nn.Parameter:
+        """Return the plain parameter that this one stands for from now on."""
+        plain = self._storage.unpack(reason)
+        if self._is_detached and _untouched(_REQUIRES, self):  # by nn.Parameter(weight)
+            plain = nn.Parameter(plain.detach())  # gets gradients of its own
+            self._storage, self._is_detached = Storage(plain), False
+            self._storage.weight = weakref.ref(self)
+        return nn.Parameter(plain.detach(), requires_grad=False) if self._is_detached else plain
+
     def _copy(self) -> nn.Parameter:
         copy = nn.Parameter(self._storage.dense(), requires_grad=self.requires_grad)
-        vars(copy).update(self._storage.attributes)
+        vars(copy).update(self._attributes())
         return copy
+
+    def _attributes(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name not in _OWN_ATTRIBUTES}
+
+    def _detached(self) -> PackedWeight:
+        """Return the same values as a tensor that is no one's parameter."""
+        plain = self._storage.plain
+        made = PackedWeight(self._storage, self if plain is None else plain, False)
+        made._is_detached = True
+        return made
 
 
 def _product(states: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
@@ -237,13 +268,18 @@ def _looks_up(ids: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 def _answer(cls: type[PackedWeight], func: Any, args: Any, kwargs: Any) -> Any:
     """Return what can be said of a packed weight without its values, or NotImplemented."""
     own = args[0] if args else None
-    if type(own) is not cls or own._storage.packed is None:
+    if type(own) is not cls:
+        return NotImplemented
+    if func is Tensor.detach:
+        return own._detached()
+    if own._is_detached and func in _REQUIRING:
+        return _untouched(func, *args, **kwargs)
+    # After a change of shape or dtype in between, another one stands for the weight.
+    is_stale = not own._is_detached and own._storage.weight is not None and own._storage.weight() is not own
+    if own._storage.packed is None or is_stale:
         return NotImplemented
     if func in _ASKING:
-        with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **kwargs)
-    if func is Tensor.detach:
-        return cls(own._storage, own, False)
+        return _untouched(func, *args, **kwargs)
     if func is Tensor.__repr__:  # a look at a model must not slow it down
         return repr(own._copy())
     if func is Tensor.to and not kwargs and all(_changes_nothing(one, own) for one in args[1:]):
@@ -254,6 +290,12 @@ def _answer(cls: type[PackedWeight], func: Any, args: Any, kwargs: Any) -> Any:
         if func == Tensor.data.__set__:  # type: ignore[attr-defined]
             return None
     return NotImplemented
+
+
+def _untouched(func: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run ``func`` on packed weights as they are."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return func(*args, **kwargs)
 
 
 def _changes_nothing(argument: Any, own: PackedWeight) -> bool:
@@ -282,8 +324,8 @@ def _name_of(func: Any) -> str:
 
 
 def _plain(weight: PackedWeight, reason: str) -> Tensor:
-    plain = weight._storage.unpack(reason)
-    return plain if weight._storage.weight is not None and weight._storage.weight() is weight else plain.detach()
+    plain = weight.made_plain(reason)
+    return plain.detach() if weight._is_detached else plain
 
 
 def _without_modes(make: Callable[[], Made]) -> Made:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import itertools
 import types
 import weakref
 from collections.abc import Iterator
@@ -224,8 +225,10 @@ def test_many_prompts_in_batches_get_the_text_that_each_gets_alone() -> None:
     assert [one.tokens for one in sorted(found, key=lambda one: one.index)] == [text.tolist() for text in alone]
 
 
-def test_static_caches_give_the_same_bits() -> None:
-    model, inputs = target(num_hidden_layers=2), prompts(3, (28, 9, 21))
+@pytest.mark.parametrize("lengths", [(28, 9, 21), (28, 28, 28), (28,)], ids=["padded", "equal", "one"])
+@pytest.mark.parametrize("name", ["llama", "gemma3_text", "gpt2"])
+def test_static_caches_give_the_same_bits(name: str, lengths: tuple[int, ...]) -> None:
+    model, inputs = target(name), prompts(len(lengths), lengths)
     with hf_spec.invariant(model):
         dynamic = model.generate(**inputs, **OPTIONS)
         static = model.generate(**inputs, **OPTIONS, cache_implementation="static")
@@ -233,6 +236,20 @@ def test_static_caches_give_the_same_bits() -> None:
     for found in (static, fast):
         assert torch.equal(found.sequences, dynamic.sequences)
         assert all(torch.equal(one, other) for one, other in zip(found.logits, dynamic.logits, strict=True))
+
+
+def test_masked_tokens_within_a_row_make_no_difference() -> None:
+    """A second turn after answers of unequal lengths is masked so."""
+    model, inputs = target(num_hidden_layers=2), prompts(2, (60, 60))
+    inputs["attention_mask"][0, 10:15] = 0
+    inputs["attention_mask"][1, :3] = inputs["attention_mask"][1, 40:59] = 0
+    with hf_spec.invariant(model):
+        alone = [model.generate(**row_of(inputs, row), **OPTIONS) for row in range(2)]
+        plain = model.generate(**inputs, **OPTIONS)
+        fast = model.generate(**inputs, **OPTIONS, speculator="ngram")
+        for found, row in itertools.product((plain, fast), range(2)):
+            assert torch.equal(found.sequences[row, -NEW:], alone[row].sequences[0, -NEW:])
+            assert all(torch.equal(one[row], own[0]) for one, own in zip(found.logits, alone[row].logits, strict=True))
 
 
 # -- the mode begins and ends -----------------------------------------------------------------------------------------
@@ -437,7 +454,7 @@ def test_one_row_that_is_not_padded_is_found(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_keys_that_padding_shifts_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(columns, "_length_of_padding", lambda mask: torch.zeros(len(mask), 1, dtype=torch.long))
+    monkeypatch.setattr(columns, "_place", lambda column, mask: column)
     with pytest.raises(ValueError, match="in a batch, with padding"):
         hf_spec.invariant(target(num_hidden_layers=2))
 
@@ -557,6 +574,57 @@ def test_the_mode_lasts_until_the_last_of_several_closes_it() -> None:
     gc.collect()
     first.close()
     assert not mode.is_invariant(model), "one that was never closed holds up nobody"
+
+
+def test_one_that_was_dropped_holds_up_nobody() -> None:
+    model = target(num_hidden_layers=2)
+    before = model.config._attn_implementation
+    hf_spec.invariant(model)
+    gc.collect()
+    assert mode.is_invariant(model)
+    with hf_spec.invariant(model):
+        assert mode.is_invariant(model)
+    assert not mode.is_invariant(model) and model.config._attn_implementation == before
+
+
+def test_models_of_one_config_end_their_modes_in_any_order() -> None:
+    one = target(num_hidden_layers=2)
+    other = type(one)(one.config).eval()
+    assert other.config is one.config
+    before, inputs = one.config._attn_implementation, prompts(1, (9,))
+    wanted = other.generate(**inputs, **OPTIONS).sequences
+    for first in (0, 1):
+        modes = [hf_spec.invariant(one), hf_spec.invariant(other)]
+        modes[first].close()
+        assert [mode.is_invariant(one), mode.is_invariant(other)] == [first == 1, first == 0]
+        assert torch.equal(other.generate(**inputs, **OPTIONS).sequences, wanted)
+        modes[1 - first].close()
+        assert one.config._attn_implementation == before and not mode._attending
+    with hf_spec.invariant(one):  # the other reads what this one's config says, and computes right
+        assert torch.equal(other.generate(**inputs, **OPTIONS, cache_implementation="static").sequences, wanted)
+    assert torch.equal(other.generate(**inputs, **OPTIONS).sequences, wanted)
+
+
+def test_models_that_share_modules_are_refused_together() -> None:
+    one = target(num_hidden_layers=2)
+    other = type(one)(one.config).eval()
+    other.model = one.model
+    with hf_spec.invariant(one), pytest.raises(ValueError, match=r"shares modules with a .* in the mode; end that"):
+        hf_spec.invariant(other)
+    with hf_spec.invariant(other):
+        assert mode.is_invariant(other)
+    assert not any("forward" in vars(module) for module in other.modules())
+
+
+@pytest.mark.parametrize("given", [{}, {"speculator": "ngram"}], ids=["plain", "ngram"])
+def test_autocast_is_refused_by_name(given: dict[str, Any]) -> None:
+    model, inputs = target(num_hidden_layers=2), prompts(1, (9,))
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(ValueError, match=r"invariant: torch\.autocast chooses"):
+        hf_spec.invariant(model)
+    with hf_spec.invariant(model):
+        with torch.autocast("cpu", torch.bfloat16), pytest.raises(ValueError, match="cannot run in autocast"):
+            model.generate(**inputs, **OPTIONS, **given)
+        model.generate(**inputs, **OPTIONS, **given)  # and after it
 
 
 @pytest.mark.parametrize(

@@ -21,12 +21,13 @@ from groups import environment
 from pairs import each_value
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.utils import prune
 from transformers import AutoModelForCausalLM, CompileConfig, LlamaConfig, LlamaForCausalLM
 
 import hf_spec
 from hf_spec.packing.layout import memory_of, row_reader, same_bits
 from hf_spec.packing.packing import _reordered, is_packed, why_not_here
-from hf_spec.packing.weight import BIG, PackedWeight
+from hf_spec.packing.weight import BIG, PackedWeight, values_of
 from hf_spec.scoring.changes import way_of_forward
 
 pytestmark = pytest.mark.skipif(
@@ -459,6 +460,90 @@ def test_packed_again_with_references_of_the_first_time(packed: Any) -> None:
     with torch.no_grad():
         weight.mul_(2)
     assert not close(logits(packed), logits(make()))
+
+
+def resized(model: Any) -> None:
+    torch.manual_seed(0)
+    model.resize_token_embeddings(1100, mean_resizing=False)
+
+
+def cast(model: Any) -> None:
+    model.bfloat16()
+
+
+@pytest.mark.parametrize("change", [resized, cast])
+def test_packed_again_with_references_to_what_had_another_shape_or_dtype(packed: Any, change: Any) -> None:
+    held, plain = list(packed.parameters()), make()
+    change(packed)
+    change(plain)
+    if why_not_here(packed.dtype, force=True) is not None:
+        pytest.skip("this processor multiplies no bfloat16")
+    hf_spec.pack(packed, force=True)
+    assert is_packed(packed)
+    assert [(one.shape, one.dtype) for one in packed.parameters()] == [
+        (one.shape, one.dtype) for one in plain.parameters()
+    ]
+    assert packed.dtype is plain.dtype and same_state(packed, plain)
+    found, wanted = logits(packed), logits(plain)
+    assert (found - wanted).abs().max() <= 0.02 * wanted.std()
+    packed.resize_token_embeddings(1200, mean_resizing=False)
+    kept = plain.lm_head.weight.shape[0]
+    assert torch.equal(packed.lm_head.weight[:kept], plain.lm_head.weight)
+    assert held[0].shape == packed.get_input_embeddings().weight.shape  # as of the parameter that it stands for
+
+
+def test_hooks_on_gradients_stay(model: Any) -> None:
+    weight = model.model.layers[0].mlp.up_proj.weight
+    weight.register_hook(torch.zeros_like)
+    del weight
+    assert list(hf_spec.pack(model, force=True).left.values()) == ["it has hooks on its gradient"]
+    assert is_packed(model)
+    hf_spec.unpack(model)
+    model(IDS, labels=IDS).loss.backward()
+    assert model.model.layers[0].mlp.up_proj.weight.grad.count_nonzero() == 0
+    assert model.model.layers[0].mlp.down_proj.weight.grad.count_nonzero() > 0
+
+
+def test_attributes_of_a_weight_stay(model: Any) -> None:
+    layer = model.model.layers[0].mlp.up_proj
+    layer.weight.before = 1
+    hf_spec.pack(model, force=True)
+    layer.weight.between = layer.weight.before + 1
+    hf_spec.unpack(model)
+    layer.weight.after = layer.weight.between + 1
+    with hf_spec.packed(model, force=True):
+        assert layer.weight.after == 3
+    assert (layer.weight.before, layer.weight.between, layer.weight.after) == (1, 2, 3)
+
+
+@pytest.mark.parametrize("is_undone", [False, True])
+def test_a_parameter_made_of_a_packed_one_gets_gradients_of_its_own(packed: Any, is_undone: bool) -> None:
+    layer = packed.model.layers[0].mlp.up_proj
+    held, wanted = layer.weight, values_of(layer.weight)
+    if is_undone:
+        hf_spec.unpack(packed)
+    other = nn.Linear(layer.in_features, layer.out_features, bias=False)
+    other.weight = nn.Parameter(held)
+    assert is_packed(packed) is not is_undone
+    other(torch.ones(1, layer.in_features)).sum().backward()
+    assert other.weight.grad.shape == wanted.shape and layer.weight.grad is None
+    torch.optim.SGD(other.parameters(), lr=1.0).step()
+    assert torch.equal(other.weight, wanted - 1)
+    assert torch.equal(layer.weight, other.weight)  # they share memory, as of plain parameters
+
+
+def test_reparametrised_and_pruned_layers_can_be_packed_again(packed: Any) -> None:
+    layer, plain = packed.model.layers[0].mlp.up_proj, make().model.layers[0].mlp.up_proj
+    for one in (layer, plain):
+        nn.utils.parametrizations.weight_norm(one)
+        nn.utils.parametrize.remove_parametrizations(one, "weight")
+    assert torch.equal(layer.weight, plain.weight)
+    hf_spec.pack(packed, force=True)
+    for one in (layer, plain):
+        prune.l1_unstructured(one, "weight", 0.5)
+        prune.remove(one, "weight")
+    assert torch.equal(layer.weight, plain.weight)
+    assert not hf_spec.pack(packed, force=True).left and torch.equal(layer.weight, plain.weight)
 
 
 def test_loaded_states_count(packed: Any) -> None:
