@@ -94,13 +94,22 @@ def unpack(*models: Any) -> None:
 
 @contextlib.contextmanager
 def packed(*models: Any, force: bool = False) -> Iterator[Packing]:
-    """Pack ``models`` while the context is open, see ``pack``; what was packed before stays so."""
-    report, storages = _pack(models, force)
+    """Pack ``models`` while the context is open, see ``pack``; what was packed before stays so.
+
+    Where several have opened a context for one model, such as two threads, it is packed until the last one ends.
+    """
+    with lock:
+        report, storages = _pack(models, force)
+        for storage in storages:
+            storage.contexts += 1
     try:
         yield report
     finally:
-        for storage in storages:
-            storage.unpack()
+        with lock:
+            for storage in storages:
+                storage.contexts -= 1
+                if not storage.contexts:
+                    storage.unpack()
 
 
 def is_packed(model: nn.Module) -> bool:
@@ -109,27 +118,28 @@ def is_packed(model: nn.Module) -> bool:
 
 
 def _pack(models: tuple[Any, ...], force: bool) -> tuple[Packing, list[Storage]]:
-    """Pack, and return also what was not packed before."""
+    """Pack, and return also what is packed for contexts: by this call, or by ones that are still open."""
     networks = _networks(models)
     for network in networks:
         _refuse_compiled(network)
     gc.collect()  # garbage may hold weights
-    report, new = Packing(), []
+    report, of_contexts = Packing(), []
     for found in _weights(networks):
         if isinstance(found.weight, PackedWeight) and not _is_packed(found.weight):  # a reference that was put back
             found.weight = found.weight.made_plain()
         if not _is_large(found):
             continue
-        if not _is_packed(found.weight):
-            if reason := _why_not(found, force) or _pack_weight(found):
-                report.left[found.name] = reason
-                continue
-            new.append(found.weight._storage)
+        is_new = not _is_packed(found.weight)
+        if is_new and (reason := _why_not(found, force) or _pack_weight(found)):
+            report.left[found.name] = reason
+            continue
+        if is_new or found.weight._storage.contexts:
+            of_contexts.append(found.weight._storage)
         report.packed.append(found.name)
     if report.packed:
         attend_together()
     size = sum(one.weight.nbytes for one in _weights(networks) if _is_packed(one.weight))
-    return replace(report, bytes=size), new
+    return replace(report, bytes=size), of_contexts
 
 
 def _pack_weight(found: _Found) -> str | None:

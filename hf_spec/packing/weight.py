@@ -57,7 +57,7 @@ class Storage:
     """The values of a weight: ``packed`` in oneDNN's layout, or else ``plain``.
 
     ``weight`` is the parameter that stands for them, and ``owners`` are those that hold it, each with its name there.
-    ``attributes`` are those that the plain parameter had.
+    ``attributes`` are those that the plain parameter had. ``contexts`` counts the contexts that need them packed.
     """
 
     def __init__(self, plain: nn.Parameter | None = None) -> None:
@@ -67,6 +67,7 @@ class Storage:
         self.weight: weakref.ref[PackedWeight] | None = None
         self.owners: list[tuple[weakref.ref[Any], str]] = []
         self.attributes: dict[str, Any] = {}
+        self.contexts = 0
 
     def pack(
         self, packed: Tensor, rows: RowReader | None, weight: PackedWeight, owners: Owners, plain: nn.Parameter

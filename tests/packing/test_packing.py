@@ -850,6 +850,19 @@ def test_the_context_undoes_what_it_did(model: Any) -> None:
     assert not isinstance(model.lm_head.weight, PackedWeight)
 
 
+def test_a_model_is_packed_until_the_last_context_ends(model: Any) -> None:
+    first, second = hf_spec.packed(model, force=True), hf_spec.packed(model, force=True)
+    with first:
+        second.__enter__()
+    assert is_packed(model)
+    second.__exit__(None, None, None)
+    assert not is_packed(model) and same_state(model, make())
+    hf_spec.pack(model, force=True)
+    with hf_spec.packed(model, force=True), hf_spec.packed(model, force=True):
+        pass
+    assert is_packed(model)  # as it was before
+
+
 def test_modules_that_are_gone_do_not_stay(model: Any) -> None:
     hf_spec.pack(model, force=True)
     layer = weakref.ref(model.model.layers[1].mlp.up_proj)
