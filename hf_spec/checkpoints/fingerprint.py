@@ -10,8 +10,10 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from ..invariance.mode import is_invariant
 from ..packing.weight import values_of
 from ..scoring.features import decoder_of
+from ..scoring.plain import input_device
 
 SAMPLE = 64  # about how many values of each weight a digest includes
 # Keys of a config that do not change the forward.
@@ -22,6 +24,10 @@ DIFFERENCES = {
     "body": "the target's layers differ",
     "tokenizer": "the tokenizer differs",
     "dataset": "the dataset differs",
+}
+SWITCHES = {  # settings that are recorded where they are on: what off and on mean
+    "invariant": ("outside of the exact mode", "in the exact mode (--invariant, hf_spec.invariant)"),
+    "no_pack": ("with packed weights", "without packed weights (--no-pack)"),
 }
 
 
@@ -83,8 +89,18 @@ def differences(made_from: dict[str, Any], wanted: dict[str, Any]) -> list[str]:
         have = made_from.get(name)
         if have == value or (name == "tokenizer" and None in (have, value)):
             continue
-        found.append(DIFFERENCES.get(name, f"{name} was {have}, not {value}"))
+        if name in SWITCHES:
+            before, now = (SWITCHES[name][bool(one)] for one in (have, value))
+            found.append(f"it was {before}, not {now}")
+        else:
+            found.append(DIFFERENCES.get(name, f"{name} was {_in_words(have)}, not {_in_words(value)}"))
     return found
+
+
+def computing(model: Any, no_pack: bool = False) -> dict[str, bool]:
+    """Return what changes the bits of ``model``'s sums: its exact mode, and ``no_pack`` on a CPU; only what is on."""
+    found = {"invariant": is_invariant(model), "no_pack": no_pack and input_device(model).type == "cpu"}
+    return {name: True for name, on in found.items() if on}
 
 
 def tokenizer_digest(tokenizer: Any) -> str:
@@ -102,6 +118,10 @@ def lasting(config: Any) -> Any:
     if not isinstance(config, dict):
         return config
     return {name: lasting(value) for name, value in config.items() if name not in PASSING}
+
+
+def _in_words(value: Any) -> str:
+    return "left out" if value is None else str(value)
 
 
 def _json_digest(content: Any) -> str:

@@ -30,7 +30,7 @@ def answer_file(args: argparse.Namespace) -> None:
     """Answer the prompts of ``args.prompts`` that have no answer in ``args.out`` yet."""
     for _ in _questions(args):  # reports a bad line before anything is loaded
         pass
-    from ..checkpoints.fingerprint import fingerprint, generation_settings, tokenizer_digest
+    from ..checkpoints.fingerprint import computing, fingerprint, generation_settings, tokenizer_digest
     from ..many.answers import AnswerFile
     from ..many.generate import generate_many
     from ..metrics import Counts
@@ -46,6 +46,7 @@ def answer_file(args: argparse.Namespace) -> None:
     pack_models(args, target, speculator)
     options = {"max_new_tokens": args.max_new_tokens, **sampling(args.temperature)}
     made_from = {**fingerprint(target), "tokenizer": tokenizer_digest(tokenizer), "chat": args.chat}
+    made_from |= computing(target, args.no_pack)
     answers = AnswerFile(args.out, made_from | {"seed": args.seed} | generation_settings(target, options))
     processes.by_the_first(answers.prepare)
     count = answers.read(asked for asked, _ in _questions(args))

@@ -15,7 +15,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
-from ..checkpoints.fingerprint import differences, fingerprint, generation_settings, tokenizer_digest
+from ..checkpoints.fingerprint import computing, differences, fingerprint, generation_settings, tokenizer_digest
 from ..processes import Processes
 from ..progress import Progress
 from ..scoring.plain import input_device, padded, position_limit
@@ -191,7 +191,7 @@ def _made_from(
     template = {"template_arguments": arguments} if arguments else {}
     if isinstance(target, Endpoint):
         return {"model": target.model} | request_of({}, options) | template
-    made_from = fingerprint(target) | {"tokenizer": tokenizer_digest(tokenizer)}
+    made_from = fingerprint(target) | computing(target) | {"tokenizer": tokenizer_digest(tokenizer)}
     return made_from | generation_settings(target, options) | template
 
 

@@ -147,9 +147,11 @@ def test_a_killed_process_loses_nothing(model: str, prompts: Path, tmp_path: Pat
     ("more", "problem"),
     [
         (["--max-new-tokens", "13"], "--max-new-tokens was 12, not 13"),
-        (["--temperature", "0.5"], "temperature was None, not 0.5"),
+        (["--temperature", "0.5"], "temperature was left out, not 0.5"),
         (["--chat"], "chat was False, not True"),
-        (["--seed", "3"], "seed was None, not 3"),
+        (["--seed", "3"], "seed was left out, not 3"),
+        (["--invariant"], "it was outside of the exact mode, not in the exact mode (--invariant"),
+        (["--no-pack"], "it was with packed weights, not without packed weights (--no-pack)"),
         (["other target"], "the target's layers differ"),
         (["other prompts"], "does not answer prompt 0"),
         (["fewer prompts"], "does not answer prompt 3"),
@@ -186,6 +188,17 @@ def test_other_settings_are_refused(
     assert main(command(model, prompts, out, *given)) == 1
     assert problem in capsys.readouterr().err
     assert out.read_bytes() == before
+
+
+def test_answers_of_the_exact_mode_are_not_continued_outside_of_it(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompts, out = tmp_path / "one.jsonl", tmp_path / "out.jsonl"
+    prompts.write_text('{"prompt": "Once upon a time"}\n', encoding="utf-8")
+    assert main(command(model, prompts, out, "--invariant")) == 0
+    assert main(command(model, prompts, out)) == 1
+    assert "it was in the exact mode (--invariant, hf_spec.invariant), not outside of" in capsys.readouterr().err
+    assert main(command(model, prompts, out, "--invariant")) == 0
 
 
 @pytest.mark.parametrize(

@@ -429,7 +429,7 @@ def trained_on(target: Any) -> Any:
         ({"max_new_tokens": lambda: 5}, "max_new_tokens was 4, not 5"),
         ({"temperature": lambda: 0.3}, r"temperature was 0\.7, not 0\.3"),
         ({"do_sample": lambda: False}, "do_sample was True, not False"),
-        ({"top_k": lambda: 3}, "top_k was None, not 3"),
+        ({"top_k": lambda: 3}, "top_k was left out, not 3"),
     ],
 )
 def test_answers_are_not_added_to_those_of_another_origin(
