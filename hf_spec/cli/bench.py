@@ -18,6 +18,7 @@ from .common import (
     add_no_pack,
     add_proposal_options,
     at_least,
+    check_outputs,
     command,
     configured,
     draft_of,
@@ -84,6 +85,7 @@ def add_bench(commands: Any) -> None:
 
 
 def _bench(args: argparse.Namespace) -> None:
+    check_outputs(args, ("rounds", "json", "png", "save_tree"), ("prompts", "card"))
     budgets = _budgets(args)
     if args.compiled and args.invariant:
         raise ValueError("--invariant is for eager forwards, and --compiled measures compiled ones: pass one of them")

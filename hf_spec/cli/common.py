@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -219,6 +219,22 @@ def writable(text: str) -> Path:
     if not os.access(place := path if path.exists() else path.parent, os.W_OK):
         raise argparse.ArgumentTypeError(f"you may not write to {place}; change its permissions or name another file")
     return path
+
+
+def check_outputs(args: argparse.Namespace, outputs: Sequence[str], inputs: Sequence[str]) -> None:
+    """Raise a ValueError if two options name one file, and one of ``outputs`` would write over what is in it."""
+    taken: dict[Path, str] = {}
+    for name in (*inputs, *outputs):
+        if (given := getattr(args, name)) is None:
+            continue
+        place = Path(given).resolve()
+        if place in taken:
+            does = "reads" if taken[place] in inputs else "writes"
+            raise ValueError(
+                f"{args.options.get(name, name)} {given} would write over the file that "
+                f"{args.options.get(taken[place], taken[place])} {does}: name another file"
+            )
+        taken[place] = name
 
 
 def picture(text: str) -> Path:

@@ -13,6 +13,7 @@ from .common import (
     add_speculator,
     asked_for,
     at_least,
+    check_outputs,
     command,
     configured,
     existing,
@@ -52,6 +53,7 @@ def add_generate(commands: Any) -> None:
 
 def _generate(args: argparse.Namespace) -> None:
     check_options(args)
+    check_outputs(args, ("out", "history_file"), ("prompts",))
     check_history_file(args)
     if args.prompts is not None:
         answer_file(args)

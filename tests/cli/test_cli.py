@@ -392,6 +392,37 @@ def test_files_that_may_not_be_written_are_told_before_anything_is_loaded(tmp_pa
         assert f"you may not write to {place}; " in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("command", "problem"),
+    [
+        ("bench no-model --prompts {file} --json {file}", "--json {file} would write over the file that --prompts re"),
+        ("bench no-model --prompts {file} --json {link}", "--json {link} would write over the file that --prompts re"),
+        (
+            "bench no-model --prompts {file} --rounds {file}",
+            "--rounds {file} would write over the file that --prompts",
+        ),
+        ("bench no-model --prompts {file} --save-tree {file}", "--save-tree {file} would write over"),
+        ("bench no-model --prompts x --draft y --card {file} --json {file}", "over the file that --card reads: name"),
+        ("bench no-model --prompts x --rounds {file} --json {file}", "over the file that --rounds writes: name"),
+        (
+            "generate no-model --prompts {file} --out {file}",
+            "--out {file} would write over the file that --prompts re",
+        ),
+        (
+            "generate no-model --speculator history --prompts {file} --out x --history-file {file}",
+            "--history-file {file} would write over the file that --prompts reads",
+        ),
+    ],
+)
+def test_no_output_is_written_over_an_input(tmp_path, capsys, command, problem):
+    places = {"file": tmp_path / "file.jsonl", "link": tmp_path / "link.jsonl"}
+    places["file"].write_text('{"prompt": "a"}\n', encoding="utf-8")
+    places["link"].symlink_to(places["file"])
+    assert main(command.format(**places).split()) == 1
+    assert problem.format(**places) in capsys.readouterr().err
+    assert places["file"].read_text(encoding="utf-8") == '{"prompt": "a"}\n'
+
+
 @pytest.mark.parametrize("name", ["", " ", "history+"])
 @pytest.mark.parametrize(
     "command",
