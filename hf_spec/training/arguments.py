@@ -34,6 +34,7 @@ INTEGERS = (
 LEAST = {
     **dict.fromkeys(("unroll_steps", "num_anchors", "logit_rows"), 1),
     **dict.fromkeys(("eval_prompt_length", "eval_max_new_tokens", "eval_speculative_tokens"), 1),
+    **dict.fromkeys(("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"), 1),
     **dict.fromkeys(("eval_prompts", "confidence_weight", "selector_weight", "feature_loss_weight"), 0),
     **dict.fromkeys(("learning_rate", "weight_decay", "adam_epsilon", "max_grad_norm"), 0),
 }
@@ -173,6 +174,11 @@ class DraftTrainingArguments(TrainingArguments):
         for name in ABOVE_0:
             if (value := getattr(self, name)) is not None and value <= 0:
                 raise ValueError(f"{name} is {value!r}; set more than 0")
+        if self.num_train_epochs <= 0 and self.max_steps <= 0:
+            raise ValueError(
+                f"num_train_epochs is {self.num_train_epochs!r}, so that nothing would be trained: set more than 0, "
+                "or max_steps"
+            )
         for name in ("adam_beta1", "adam_beta2"):
             if not 0 <= (value := getattr(self, name)) < 1:
                 raise ValueError(f"{name} is {value!r}; set at least 0 and less than 1")
