@@ -225,7 +225,7 @@ FIELDS: Fields = {
     "max_output_tokens": _COUNT,
     "temperature": _TEMPERATURE,
     "top_p": _SOME,
-    "frequency_penalty": (within(-0.99, 99), "a number from -0.99 to 99"),
+    "frequency_penalty": (within(-0.99, 99), "a number from -0.99 to 99, for it is repetition_penalty - 1 here"),
     "seed": (_is_seed, "a whole number of at most 64 bits"),
     "stop": _STOP,
     "generation_config": (lambda value: isinstance(value, str), "a JSON object, written as a string"),

@@ -46,6 +46,7 @@ def refuse_request(body: dict[str, Any], policy: Policy, needs: str | None = Non
     kind = wanted.get("type", "text") if isinstance(wanted, dict) else wanted
     if kind != "text":
         refuse("response_format", f"{kind!r} needs a grammar, and transformers' server has none; leave it out")
+    _fill_in(body, needs)
     _refuse_values(body, FIELDS)
     if (given := body.get("generation_config")) is not None:
         _refuse_settings(given, policy)
@@ -61,6 +62,14 @@ def refuse_request(body: dict[str, Any], policy: Policy, needs: str | None = Non
         refuse("logit_bias", "it is for chats; here, pass sequence_bias in generation_config")
     if bias:
         body["logit_bias"] = {token: float(value) for token, value in bias.items()}  # transformers takes no integers
+
+
+def _fill_in(body: dict[str, Any], needs: str | None) -> None:
+    """Read a request as OpenAI's API does where transformers' server does not."""
+    if body.get("stop") == []:
+        del body["stop"]
+    if needs == "input":  # /v1/responses, which transformers' server streams unless told otherwise
+        body.setdefault("stream", False)
 
 
 def refuse_template_arguments(body: dict[str, Any], template: Any) -> None:

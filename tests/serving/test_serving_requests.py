@@ -68,9 +68,19 @@ def test_bad_settings_are_refused_by_name(client, setting):
 def test_null_is_as_if_left_out(client, path):
     names = ["stream", "temperature", "top_p", "tools", "generation_config"]
     nulls = dict.fromkeys([*names, "chat_template_kwargs"] if path.startswith("chat") else names[:3])
-    if path == "responses":
-        nulls["stream"] = False  # left out, this endpoint streams
     assert client.post(f"v1/{path}", {"model": TARGET} | ASKED[path] | nulls)[0] == 200
+
+
+def test_fields_are_read_as_clients_of_openai_mean_them(client):
+    """An empty list of stop strings stops nowhere, and a response that does not ask for a stream is none."""
+    status, answer = client.post(
+        "v1/completions", {"prompt": PROMPTS[0], "max_tokens": 5, "temperature": 0, "stop": []}
+    )
+    assert status == 200 and answer["choices"][0]["text"] == plain(PROMPTS[0], 5)
+    response = client.openai.responses.create(model=TARGET, input="Hi", max_output_tokens=5)
+    assert response.object == "response" and response.output_text
+    status, answer = client.post("v1/completions", {"prompt": PROMPTS[0], "frequency_penalty": -2})
+    assert status == 400 and "from -0.99 to 99, for it is repetition_penalty - 1 here" in answer["error"]["message"]
 
 
 @pytest.mark.parametrize("setting", [{"temperature": 1e-38}, {"temperature": 1e-320}, {"top_k": 10**12}])
