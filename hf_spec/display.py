@@ -7,6 +7,8 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
+from .progress import counted
+
 if TYPE_CHECKING:
     from .metrics import RowStats, SpeculationStats
 
@@ -79,8 +81,10 @@ def _summary(stats: SpeculationStats) -> tuple[str, dict[str, str]]:
     by_position = " ".join(f"{share:.2f}" for share in counts.acceptance_by_position)
     seconds = (stats.propose_seconds, stats.target_seconds, stats.verify_seconds)
     shares = " / ".join(f"{part / (sum(seconds) or 1):.1%}" for part in seconds)
-    title = f"SpeculationStats: {counts.emitted} tokens in {stats.steps} steps, batch of {stats.batch_size}"
-    compiled = {"compiled": f"{stats.graphs} graphs in {stats.compile_seconds:.1f} s"} if stats.graphs else {}
+    emitted, steps = counted(counts.emitted, "token"), counted(stats.steps, "step")
+    title = f"SpeculationStats: {emitted} in {steps}, batch of {stats.batch_size}"
+    graphs = counted(stats.graphs, "graph")
+    compiled = {"compiled": f"{graphs} in {stats.compile_seconds:.1f} s"} if stats.graphs else {}
     speed = {"speed": f"about {stats.speedup:.1f} x plain steps"} if stats.speedup else {}
     return title, {
         **speed,

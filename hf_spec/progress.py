@@ -1,4 +1,4 @@
-"""Progress of long work: a tqdm bar, and ``str()`` of it as a sentence."""
+"""Progress of long work, a tqdm bar and ``str()`` of it as a sentence, and numbers in words."""
 
 from __future__ import annotations
 
@@ -51,3 +51,8 @@ def duration(seconds: float) -> str:
     if seconds < 90:
         return f"{seconds:.0f} s"
     return f"{minutes} min" if minutes < 120 else f"{minutes / 60:.1f} h"
+
+
+def counted(number: int, what: str) -> str:
+    """Write ``number`` with ``what`` is counted, a noun in the singular."""
+    return f"{number} {what}{'s' * (number != 1)}"

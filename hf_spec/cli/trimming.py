@@ -12,6 +12,7 @@ from ..bench import Prompt, read_prompts
 from ..checkpoints.auto import AutoDraftModel
 from ..checkpoints.trimming import frequent, read_vocabulary, trimmed
 from ..metrics import SpeculationStats
+from ..progress import counted
 from ..scoring.plain import input_device
 from ..untrusted import printable
 from .loading import limited_length, load_target
@@ -42,18 +43,23 @@ def chosen_vocabulary(draft: str, vocabulary: str, target: str | None, prompts: 
     if not target:
         raise ValueError("--prompts needs --target MODEL, the model that answers them")
     asked = read_prompts(prompts)
-    counted, measured = asked[::2], asked[1::2] or asked
+    if size is not None and len(asked) < 2:
+        raise ValueError(
+            f"{prompts} holds one prompt, and the draft is measured on others than those whose tokens are counted: "
+            "write at least two"
+        )
+    counting, measured = asked[::2], asked[1::2] or asked  # a file's tokens were counted on none of them
     model, tokenizer = load_target(target, "auto", None)
     loaded = AutoDraftModel.from_pretrained(draft, target=model, dtype=model.dtype).to(input_device(model))
     if size is not None:
-        texts, _ = _answers(model, tokenizer, loaded, counted)
+        texts, _ = _answers(model, tokenizer, loaded, counting)
         ids = frequent(texts, size, model.config.get_text_config().vocab_size, _ends(model))
     before = _length(model, tokenizer, loaded, measured)
     after = _length(model, tokenizer, trimmed(loaded, ids), measured)
     print(
         printable(
             f"{len(ids)} of {model.config.get_text_config().vocab_size} tokens; mean accepted length over "
-            f"{len(measured)} prompts: {before:.3f} before, {after:.3f} after"
+            f"{counted(len(measured), 'prompt')}: {before:.3f} before, {after:.3f} after"
         ),
         file=sys.stderr,
     )

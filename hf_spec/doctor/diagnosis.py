@@ -17,7 +17,7 @@ from ..checkpoints.resolve import MOST_IN_COMMON, as_speculator, common_tokens
 from ..configuration import another_target
 from ..drafts.modeling import DraftModel
 from ..drafts.vanilla.speculator import VanillaSpeculator
-from ..progress import Progress
+from ..progress import Progress, counted
 from ..settings import DEFAULT_NUM_SPECULATIVE_TOKENS
 from .changes import Change, changes
 from .evidence import Answer, answered, survival
@@ -67,7 +67,12 @@ class Diagnosis:
             f"{name:15}" + "".join(f"{share:7.2f}" for share in shares) + f"{1 + sum(shares):7.2f}"
             for name, shares in (("measured", self.measured), ("teacher forcing", self.expected))
         ]
-        lines = [f"{self.prompts} prompts, {self.tokens} tokens of the target's own answers", header, *rows, ""]
+        lines = [
+            f"{counted(self.prompts, 'prompt')}, {counted(self.tokens, 'token')} of the target's own answers",
+            header,
+            *rows,
+            "",
+        ]
         for place, one in enumerate(self.findings):
             title = "likeliest cause" if place == 0 else "also"
             lines += [f"{title}: {one.cause}", f"  seen by: {one.evidence}", f"  do: {one.cure}"]

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from ..progress import counted
 from .acceptance import FADED_TOGETHER, PRIOR_ACCEPTANCE, AcceptanceEstimator
 from .base import MAX_LENGTH, DraftLengthPolicy, DraftPlan, DraftSource, Estimate, StepObservation, better_sources
 from .cost import StepCost
@@ -187,8 +188,11 @@ class AdaptiveLength(DraftLengthPolicy):
 
     def __str__(self) -> str:
         total = sum(self._chosen.values())
-        parts = [f"{length or 'none'} in {count / total:.0%}" for length, count in self._chosen.most_common(4)]
-        return f"{', '.join(parts)} of {total} steps, {self._basis}"
+        shown = self._chosen.most_common(4)
+        parts = [f"{length or 'none'} in {count / total:.0%}" for length, count in shown]
+        if others := total - sum(count for _, count in shown):
+            parts.append(f"others in {others / total:.0%}")
+        return f"{', '.join(parts)} of {counted(total, 'step')}, {self._basis}"
 
 
 @dataclass(frozen=True)

@@ -105,6 +105,9 @@ def test_the_command_tells_accepted_lengths(tmp_path: Path, capsys: pytest.Captu
     assert main(["convert", draft, out, "--prompts", "x"]) == 1
     assert "--prompts and --target are for --vocabulary" in capsys.readouterr().err
     given = ["--target", str(demo.path()), "--prompts", str(tmp_path / "prompts.jsonl")]
+    (tmp_path / "one.jsonl").write_text(json.dumps(prompts[0]))
+    assert main([*command, *given[:3], str(tmp_path / "one.jsonl")]) == 1
+    assert "one.jsonl holds one prompt, and the draft is measured on others than those" in capsys.readouterr().err
     if AutoDraftModel.from_pretrained(draft).d2t is None:
         assert main(command + given) == 0
         said = capsys.readouterr()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -353,3 +354,13 @@ def test_rules_that_are_left_out_are_missed() -> None:
 def test_without_decay_nothing_fades() -> None:
     with replay.without("decay"):
         assert {one for name, one in vars(acceptance).items() if name.endswith("DECAY")} == {1.0}
+
+
+def test_all_lengths_are_told() -> None:
+    policy = adaptive(measured())
+    for length, count in {0: 50, 1: 20, 2: 10, 3: 4, 4: 9, 5: 7}.items():
+        policy._chosen[length] = count
+    told = "none in 50%, 1 in 20%, 2 in 10%, 4 in 9%, others in 11% of 100 steps, by measured time"
+    assert str(policy) == told
+    policy._chosen = Counter({3: 1})
+    assert str(policy) == "3 in 100% of 1 step, by measured time"
