@@ -24,10 +24,12 @@ def add_history_file(add: Any) -> None:
 def check_history_file(args: argparse.Namespace) -> None:
     """Raise a ValueError for ``--history-file`` with a speculator that keeps no history."""
     if args.history_file is not None and args.speculator.partition("+")[0] != "history":
-        both = "" if args.speculator in ("ngram", "auto") else f", or history+{args.speculator}"
-        raise ValueError(
-            f"--history-file keeps earlier texts, and --speculator {args.speculator} uses none: take history" + both
-        )
+        if args.speculator == "auto":
+            why = "--speculator auto, which stands where none is given, may take a draft that uses none"
+        else:
+            why = f"--speculator {args.speculator} uses none"
+        both = "" if args.speculator == "ngram" else f", or history+{args.speculator}"
+        raise ValueError(f"--history-file keeps earlier texts, and {why}: take --speculator history{both}")
 
 
 @contextlib.contextmanager

@@ -86,14 +86,22 @@ def test_a_chat_is_remembered_that_ends_in_an_error(tmp_path: Path, monkeypatch:
 @pytest.mark.parametrize("command", ["generate", "chat", "serve"])
 @pytest.mark.parametrize(
     ("speculator", "cure"),
-    [("ngram", "take history\n"), ("auto", "take history\n"), ("mtp", "take history, or history+mtp\n")],
+    [
+        ("ngram", "--speculator ngram uses none: take --speculator history\n"),
+        (
+            "auto",
+            "--speculator auto, which stands where none is given, may take a draft that uses none: take --speculator "
+            "history, or history+auto\n",
+        ),
+        ("mtp", "--speculator mtp uses none: take --speculator history, or history+mtp\n"),
+    ],
 )
 def test_a_file_without_a_history_is_refused(
     command: str, speculator: str, cure: str, tmp_path: Path, capsys: Any
 ) -> None:
     call = [command, TARGET, "--speculator", speculator, "--history-file", str(tmp_path / "memory")]
     assert main([*call, *(["--prompt", PROMPT] if command == "generate" else [])]) == 1
-    assert f"--speculator {speculator} uses none: {cure}" in capsys.readouterr().err
+    assert f"--history-file keeps earlier texts, and {cure}" in capsys.readouterr().err
 
 
 def test_a_memory_of_another_tokenizer_is_refused_and_stays(tmp_path: Path, capsys: Any) -> None:
