@@ -18,6 +18,7 @@ from ..settings import SpeculationConfig
 from ..verify.processors import STATELESS
 from ..versions import CONTINUOUS_BATCHING, older_than
 
+PREFIX = "Cannot batch requests with a speculator: "  # of messages of generate_batch
 # Fields of a ContinuousBatchingConfig that users may set, the value that speculation sets, and why.
 SWITCHED_OFF: dict[str, tuple[Any, str]] = {
     "use_async_batching": (False, "the next batch depends on which draft tokens of this one are accepted"),
@@ -133,4 +134,4 @@ def switch_off(config: ContinuousBatchingConfig, asked: ContinuousBatchingConfig
 
 
 def _refusal(reason: str) -> Refusal:
-    return Refusal(f"Cannot batch requests with a speculator: {reason}.")
+    return Refusal(f"{PREFIX}{reason}.")

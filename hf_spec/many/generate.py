@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from ..batching.hooks import KEYWORDS
+from ..batching.refusals import PREFIX
 from ..checkpoints.resolve import as_speculator
 from ..decode.options import option
 from ..metrics import Counts
@@ -145,7 +146,10 @@ def _decoder(model: Any, size: int, options: dict[str, Any], engine: EngineChoic
         options.pop("continuous_batching_config", None)
         return Batches(model, size, options)
     if reason is not None:
-        raise ValueError(f"generate_batch cannot answer these prompts: {reason}. Leave engine at 'auto'")
+        why = reason.removeprefix(PREFIX).partition("; ")[0].rstrip(".")  # its cure is for generate_batch itself
+        raise ValueError(
+            f"generate_batch cannot answer these prompts: {why}. Leave engine at 'auto', which decodes them in batches"
+        )
     return Engine(model, size, options)
 
 

@@ -311,8 +311,10 @@ def test_the_engine_samples_from_the_targets_distribution() -> None:
 @pytest.mark.filterwarnings("error:Passing")  # of inputs_embeds, which nobody gave
 def test_what_the_engine_would_drop_is_decoded_in_batches(given: dict[str, Any], problem: str) -> None:
     for speculator in (None, "ngram"):
-        with pytest.raises(ValueError, match=problem):
+        with pytest.raises(ValueError, match=problem) as told:
             generate_many(target(), texts(), speculator=speculator, engine="generate_batch", **QUIET, **GREEDY | given)
+        assert str(told.value).endswith(". Leave engine at 'auto', which decodes them in batches")
+        assert ".." not in str(told.value) and "generate(" not in str(told.value) and "unset" not in str(told.value)
     generate_many(target(), texts(), speculator="ngram", **QUIET, **GREEDY | given)
 
 
