@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import nn
 
+from ..checkpoints.fingerprint import in_words
 from ..metrics import Counts
 from .report import Figures
 
@@ -104,14 +105,43 @@ class RoundLog:
 def _refuse_others(path: Path, header: bytes, made_from: dict[str, Any]) -> None:
     try:
         before = json.loads(header)
-        differing = [name for name in made_from if before.get(name) != made_from[name]]
+        differing = [one for name in made_from for one in _differences(name, before.get(name), made_from[name])]
     except (ValueError, AttributeError):
-        differing = ["its first line"]
+        differing = ["its first line says nothing of them"]
     if differing:
         raise ValueError(
-            f"the rounds in {path} were measured with other settings ({', '.join(differing)}): repeat the call that "
+            f"the rounds in {path} were measured with other settings ({'; '.join(differing)}): repeat the call that "
             "began it, or name another file"
         )
+
+
+def _differences(section: str, before: Any, now: Any) -> list[str]:
+    """List what differs in a ``section`` of what was measured; methods that came or went have no weights to compare.
+
+    Errors: an AttributeError for a section of another kind.
+    """
+    if before == now:
+        return []
+    if section == "prompts":
+        return ["the prompts differ"]
+    if section == "weights":
+        both = [name for name in now if name in before and before[name] != now[name]]
+        return [f"the weights of {'the target' if name == 'target' else name} differ" for name in both]
+    told = []
+    for name in {**before, **now}:
+        if name == "contenders":
+            told += _other_contenders(before.get(name, {}), now[name])
+        elif before.get(name) != now.get(name):
+            told.append(f"{name} was {in_words(before.get(name))}, not {in_words(now.get(name))}")
+    return told
+
+
+def _other_contenders(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    told = [f"{name} was measured, and is left out now" for name in before if name not in now]
+    told += [f"{name} was not measured" for name in now if name not in before]
+    for name in [name for name in now if name in before]:
+        told += [f"{name}: {one}" for one in _differences("settings", before[name] or {}, now[name] or {})]
+    return told
 
 
 def _read_round(path: Path, line: bytes, number: int) -> Round:

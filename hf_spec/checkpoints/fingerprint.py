@@ -93,7 +93,7 @@ def differences(made_from: dict[str, Any], wanted: dict[str, Any]) -> list[str]:
             before, now = (SWITCHES[name][bool(one)] for one in (have, value))
             found.append(f"it was {before}, not {now}")
         else:
-            found.append(DIFFERENCES.get(name, f"{name} was {_in_words(have)}, not {_in_words(value)}"))
+            found.append(DIFFERENCES.get(name, f"{name} was {in_words(have)}, not {in_words(value)}"))
     return found
 
 
@@ -101,6 +101,11 @@ def computing(model: Any, no_pack: bool = False) -> dict[str, bool]:
     """Return what changes the bits of ``model``'s sums: its exact mode, and ``no_pack`` on a CPU; only what is on."""
     found = {"invariant": is_invariant(model), "no_pack": no_pack and input_device(model).type == "cpu"}
     return {name: True for name, on in found.items() if on}
+
+
+def in_words(value: Any) -> str:
+    """Write the value of a setting for people."""
+    return "left out" if value is None else str(value)
 
 
 def tokenizer_digest(tokenizer: Any) -> str:
@@ -118,10 +123,6 @@ def lasting(config: Any) -> Any:
     if not isinstance(config, dict):
         return config
     return {name: lasting(value) for name, value in config.items() if name not in PASSING}
-
-
-def _in_words(value: Any) -> str:
-    return "left out" if value is None else str(value)
 
 
 def _json_digest(content: Any) -> str:

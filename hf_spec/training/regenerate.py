@@ -209,6 +209,12 @@ def _check_made_from(path: Path, done: int, wanted: dict[str, Any]) -> None:
         made_from = dict(json.loads(record.read_text(encoding="utf-8")))
     except (ValueError, TypeError, RecursionError) as error:
         raise ValueError(f"{record} is cut off or damaged ({error}): write to another file") from error
+    if ("model" in made_from) != ("model" in wanted):  # digests of one side only would all differ
+        before, now = ("a server" if "model" in one else "the target here" for one in (made_from, wanted))
+        raise ValueError(
+            f"the answers in {path} are those of {before}, and {now} would go on: repeat the call that began it, or "
+            "write to another file"
+        )
     # Settings that only the old answers have are compared with None, so they differ too.
     if found := differences(made_from, dict.fromkeys(made_from) | wanted):
         raise ValueError(

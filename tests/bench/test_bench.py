@@ -415,8 +415,14 @@ def test_a_benchmark_that_was_stopped_goes_on_with_the_same_figures(target, toke
 def test_rounds_of_something_else_are_refused(target, tokenizer, tmp_path):
     file = tmp_path / "rounds.jsonl"
     run_bench(target, tokenizer, [STORY], [], BenchSettings(max_new_tokens=2, baselines=False), rounds_file=file)
-    with pytest.raises(ValueError, match=r"rounds\.jsonl were measured with other settings \(settings, prompts\)"):
+    with pytest.raises(ValueError, match=r"rounds\.jsonl were measured with other settings \(") as told:
         run_bench(target, tokenizer, [CAT], [], BenchSettings(max_new_tokens=3), rounds_file=file)
+    assert "(max_new_tokens was 2, not 3; baselines was False, not True; the prompts differ): repeat" in str(
+        told.value
+    )
+    settings, given = BenchSettings(max_new_tokens=2, baselines=False), [Contender("draft", "ngram", CHAIN)]
+    with pytest.raises(ValueError, match=r"\(draft was not measured\)"):
+        run_bench(target, tokenizer, [STORY], given, settings, rounds_file=file)
     for other in ("[]\n", "my notes", "\nmy notes\n", '{"settings": 0}'):
         file.write_text(other)
         with pytest.raises(ValueError, match="its first line"):
@@ -452,8 +458,13 @@ def test_rounds_of_other_weights_are_refused(target, twin, tokenizer, tmp_path):
     other = copy.deepcopy(twin)
     with torch.no_grad():
         next(other.parameters()).mul_(2)
-    with pytest.raises(ValueError, match=r"with other settings \(weights\)"):
+    with pytest.raises(ValueError, match=r"with other settings \(the weights of draft differ\)"):
         run_bench(target, tokenizer, [STORY], [Contender("draft", other, CHAIN)], settings, rounds_file=file)
+    shorter = [Contender("draft", twin, CHAIN.merge(num_speculative_tokens=1))]
+    with pytest.raises(ValueError, match=r"\(draft: num_speculative_tokens was \d, not 1\)"):
+        run_bench(target, tokenizer, [STORY], shorter, settings, rounds_file=file)
+    with pytest.raises(ValueError, match=r"\(draft was measured, and is left out now\)"):
+        run_bench(target, tokenizer, [STORY], [], settings, rounds_file=file)
 
 
 def test_no_category_stands_for_all(target, tokenizer):

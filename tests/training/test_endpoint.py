@@ -47,6 +47,8 @@ def test_a_server_gives_the_targets_own_answers(client: Client, tmp_path: Path) 
     server = Endpoint(f"{client.url}/v1", TARGET)
     there = regenerate(CHATS, server, None, tmp_path / "there.jsonl", batch_size=4, **GREEDY)
     assert rows(there) == rows(here)
+    with pytest.raises(ValueError, match="are those of the target here, and a server would go on: repeat the call"):
+        regenerate(CHATS, server, None, here, **GREEDY)
     assert any(message.get("cut") for row in rows(there) for message in row)
 
 
