@@ -65,8 +65,13 @@ def read_prompts(path: str | os.PathLike[str], limit: int | None = None) -> list
         if limit is None or counts[prompt.category] <= limit:
             prompts.append(prompt)
     if not prompts:
-        raise ValueError(f'{path} holds no prompts; write one JSON object per line, such as {{"prompt": "Once upon"}}')
+        raise no_prompts(path)
     return prompts
+
+
+def no_prompts(path: str | os.PathLike[str]) -> ValueError:
+    """Return the error for a file without prompts."""
+    return ValueError(f'{path} holds no prompts; write one JSON object per line, such as {{"prompt": "Once upon"}}')
 
 
 def numbered_prompts(path: str | os.PathLike[str]) -> Iterator[tuple[int, Prompt]]:

@@ -19,7 +19,7 @@ TEMPERATURE_HELP = "0 decodes greedily; left out: the model's own"
 SPECULATOR_HELP = (
     "ngram, history, mtp, early-exit, auto, a draft (directory or Hub id), or history+DRAFT for both together"
 )
-TREE_HELP = "chain, dynamic, sampled, auto, a list of paths of ranks such as [[0],[1],[0,0]], or a .json file with one"
+TREE_HELP = "chain, dynamic, sampled, a list of paths of ranks such as [[0],[1],[0,0]], or a .json file with one"
 PICTURES = (".png", ".pdf", ".svg")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
@@ -114,7 +114,16 @@ def configured(speculator: Speculator, args: argparse.Namespace, tree: Any) -> S
     """Return the draft's own settings, changed by the options that are given."""
     options = {name: getattr(args, name) for name in ("num_speculative_tokens", "tree_topk", "num_tree_tokens")}
     changes = {name: value for name, value in {**options, "tree": tree}.items() if value is not None}
-    return speculator.settings(**changes | ({"tree": None} if tree == "chain" else {}))
+    found = speculator.settings(**changes | ({"tree": None} if tree == "chain" else {}))
+    shapes = args.tree if isinstance(args.tree, list) else [tree]  # bench takes several, and some may be chains
+    if not any(isinstance(one, str) and one != "chain" for one in (found.tree, *shapes)):
+        for name in ("tree_topk", "num_tree_tokens"):
+            if options[name] is not None:
+                raise ValueError(
+                    f"{args.options[name]} is for a tree that grows with each text, and this is "
+                    f"{'a chain' if found.tree is None else 'a static tree'}: add --tree dynamic, or leave it out"
+                )
+    return found
 
 
 def asked_for(speculator: Speculator, args: argparse.Namespace, tree: Any) -> SpeculationConfig:
@@ -201,12 +210,26 @@ def tree_of(text: str) -> Any:
     from ..settings import SpeculationConfig
 
     try:
-        text = Path(text).read_text(encoding="utf-8") if text.endswith(".json") else text
-        tree: Any = json.loads(text) if text.startswith("[") else text
-        if tree == "chain" or SpeculationConfig(tree=tree).tree:
-            return tree
-    except (TypeError, ValueError, OSError):
+        given = Path(text).read_text(encoding="utf-8") if text.endswith(".json") else text
+        tree: Any = json.loads(given) if given.lstrip().startswith("[") else given.strip()
+    except OSError as error:
+        raise argparse.ArgumentTypeError(
+            f"the tree {text!r} cannot be read ({error.strerror}); name a JSON file with a list of paths of ranks"
+        ) from error
+    except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is not {TREE_HELP}") from None
+    if tree == "chain":
+        return tree
+    try:
+        SpeculationConfig(tree=tree)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error) if _is_tree(tree) else f"{text!r} is not {TREE_HELP}") from error
+    return tree
+
+
+def _is_tree(tree: Any) -> bool:
+    """Tell whether ``tree`` is a list of paths, though perhaps one with gaps."""
+    return isinstance(tree, list) and bool(tree) and all(isinstance(path, list) and path for path in tree)
 
 
 def writable(text: str) -> Path:

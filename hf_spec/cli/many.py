@@ -28,8 +28,10 @@ def check_options(args: argparse.Namespace) -> None:
 
 def answer_file(args: argparse.Namespace) -> None:
     """Answer the prompts of ``args.prompts`` that have no answer in ``args.out`` yet."""
-    for _ in _questions(args):  # reports a bad line before anything is loaded
-        pass
+    if not sum(1 for _ in _questions(args)):  # reports a bad line before anything is loaded
+        from ..bench.prompts import no_prompts
+
+        raise no_prompts(args.prompts)
     from ..checkpoints.fingerprint import computing, fingerprint, generation_settings, tokenizer_digest
     from ..many.answers import AnswerFile
     from ..many.generate import generate_many
@@ -129,9 +131,13 @@ def _answer(one: Completion, ends: Any) -> dict[str, Any]:
 
 
 def _print(new: int, before: int, path: Any, counts: Any) -> None:
+    from ..progress import counted
+
     if before and not new:
-        print(f"all {before} answers were in {path} already", file=sys.stderr)
+        there = "the answer was" if before == 1 else f"all {before} answers were"
+        print(f"{there} in {path} already", file=sys.stderr)
         return
     earlier = f", in addition to {before}" if before else ""
     summary = f"mean accepted length {counts.mean_accepted_length:.2f}, acceptance rate {counts.acceptance_rate:.1%}"
-    print(f"{new} answers were written to {path}{earlier}: {summary}", file=sys.stderr)
+    were = f"{counted(new, 'answer')} {'was' if new == 1 else 'were'}"
+    print(f"{were} written to {path}{earlier}: {summary}", file=sys.stderr)

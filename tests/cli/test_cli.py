@@ -347,10 +347,14 @@ def test_tree_and_length_are_read():
 @pytest.mark.parametrize(
     ("options", "problem"),
     [
-        (["--tree", "bush"], "'bush' is not chain, dynamic, sampled, auto, a list"),
+        (["--tree", "bush"], "'bush' is not chain, dynamic, sampled, a list"),
         (["--tree", "[0]"], "is not chain"),
         (["--tree", "[[0]"], "is not chain"),
-        (["--tree", "nowhere.json"], "'nowhere.json' is not chain"),
+        (["--tree", "[[0,0]]"], "the tree has the path (0, 0) without (0,), which leads to it: add (0,), for each"),
+        (
+            ["--tree", "nowhere.json"],
+            "the tree 'nowhere.json' cannot be read (No such file or directory); name",
+        ),
         (["--num-speculative-tokens", "0"], "neither a whole number of at least 1 nor auto"),
         (["--limit", "0"], "--limit/--prompts-per-category: '0' is not a whole number of at least 1"),
         (["--threads", "0"], "--threads: '0' is not a whole number of at least 1"),
@@ -457,6 +461,12 @@ def test_prepare_counts_from_one(option, capsys):
         ("bench {target} --prompts {prompts} --device cuda:7", "--device cuda:7: this machine has"),
         ("generate {target} --speculator ngram --prompt x --device gpu", "write cpu, cuda, cuda:1, ..., or auto"),
         ("bench {target} --prompts {prompts} --save-tree {empty}/tree", "what --search-tree finds; add it"),
+        (
+            "generate {target} --speculator ngram --prompt x --num-tree-tokens 5",
+            "--num-tree-tokens is for a tree that grows with each text, and this is a chain: add --tree dynamic, or",
+        ),
+        ("generate {target} --speculator ngram --prompt x --tree [[0]] --tree-topk 5", "and this is a static tree: a"),
+        ("bench {target} --prompts {prompts} --num-tree-tokens 5", "--num-tree-tokens is for a tree that grows with"),
         ("bench {target} --prompts {prompts} --search-tree 4", "does not rank draft tokens"),
         ("bench {target} --prompts {prompts} --draft nowhere/draft", "no draft can be read at 'nowhere/draft'"),
         ("generate {target} --speculator /nowhere --prompt x", "no draft can be read at '/nowhere'"),

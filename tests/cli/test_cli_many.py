@@ -196,9 +196,11 @@ def test_answers_of_the_exact_mode_are_not_continued_outside_of_it(
     prompts, out = tmp_path / "one.jsonl", tmp_path / "out.jsonl"
     prompts.write_text('{"prompt": "Once upon a time"}\n', encoding="utf-8")
     assert main(command(model, prompts, out, "--invariant")) == 0
+    assert f"1 answer was written to {out}: " in capsys.readouterr().err
     assert main(command(model, prompts, out)) == 1
     assert "it was in the exact mode (--invariant, hf_spec.invariant), not outside of" in capsys.readouterr().err
     assert main(command(model, prompts, out, "--invariant")) == 0
+    assert f"the answer was in {out} already" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -208,6 +210,7 @@ def test_answers_of_the_exact_mode_are_not_continued_outside_of_it(
         (["--out", "{out}"], "--prompts FILE and --out FILE go together"),
         (["--prompts", "{prompts}", "--out", "{out}", "--prompt", "x"], "pass one of them"),
         (["--prompts", "{turns}", "--out", "{out}"], "line 2 has 2 turns"),
+        (["--prompts", "{empty}", "--out", "{out}"], "empty holds no prompts; write one JSON object per line"),
         (["--prompts", "{bad}", "--out", "{out}"], "line 3: a prompt is"),
         (["--prompts", "{surrogate}", "--out", "{out}"], "line 2: character 3 of a text is '\\ud800', half of a"),
         (["--prompts", "{role}", "--out", "{out}"], "line 1: a prompt is"),
@@ -219,6 +222,7 @@ def test_mistakes_are_told_before_anything_is_loaded(
 ) -> None:
     (tmp_path / "turns").write_text('{"prompt": "a"}\n{"turns": ["a", "b"]}\n', encoding="utf-8")
     (tmp_path / "bad").write_text('{"prompt": "a"}\n\n{"prompt": 1}\n', encoding="utf-8")
+    (tmp_path / "empty").write_text("\n", encoding="utf-8")
     odd = {
         "surrogate": '{"prompt": "a"}\n{"prompt": "b \\ud800"}\n',
         "role": '{"messages": [{"role": ["user"], "content": "a"}, {"role": "user", "content": "a"}]}\n',
@@ -233,6 +237,7 @@ def test_mistakes_are_told_before_anything_is_loaded(
         "out": tmp_path / "out",
         "turns": tmp_path / "turns",
         "bad": tmp_path / "bad",
+        "empty": tmp_path / "empty",
     }
     assert main(["generate", "/nowhere", "--speculator", "ngram", *(one.format(**places) for one in more)]) == 1
     assert problem in capsys.readouterr().err
