@@ -247,7 +247,7 @@ def test_bench_measures_a_memory_and_goes_on_where_a_file_of_rounds_ends(models,
     assert main(call) == 0
     assert (capsys.readouterr().out, rounds.read_bytes()) == (first, kept)  # the same seconds: nothing was run
     assert main([*call, "--temperature", "1"]) == 1
-    assert "measured with other settings (settings)" in capsys.readouterr().err
+    assert "measured with other settings (temperature was 0.0, not 1.0)" in capsys.readouterr().err
 
 
 def test_a_draft_and_a_memory_are_measured_beside_each_alone(models, prompts, capsys):
