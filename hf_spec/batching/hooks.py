@@ -19,6 +19,7 @@ from ..defaults import default_speculator
 from ..drafts.base import Speculator
 from ..settings import SpeculationConfig, check_settings
 from .engine import SpeculativeManager
+from .prompts import check_prompts
 from .refusals import refuse_dropped, refuse_plain
 from .start import forget_manager, kept_manager, make_manager, note_engine
 
@@ -63,6 +64,7 @@ _asked: ContextVar[SpeculationKeywords | None] = ContextVar("hf_spec_asked", def
 
 def with_keywords(plain: Any) -> Any:
     """Let ``generate_batch`` take a speculator."""
+    names = list(inspect.signature(plain).parameters)[1:]
 
     @functools.wraps(plain)
     def generate_batch(
@@ -74,6 +76,9 @@ def with_keywords(plain: Any) -> Any:
         **kwargs: Any,
     ) -> Any:
         with _asking(speculator, speculation_config, num_speculative_tokens):
+            given = kwargs | dict(zip(names, args, strict=False))
+            if _speculates(self, speculator, given.get("generation_config")) and "inputs" in given:
+                check_prompts(self, given["inputs"])
             return plain(self, *args, **kwargs)
 
     return documented(generate_batch, plain, DOCUMENTATION)
@@ -145,6 +150,11 @@ HOOKS: dict[str, Callable[[Any], Any]] = {
     "continuous_batching_context_manager": with_keywords_when_entered,
     "init_continuous_batching": with_speculator,
 }
+
+
+def _speculates(model: Any, speculator: Any, generation_config: Any) -> bool:
+    """Tell whether a call uses the ``speculator`` that it passes, or a default one."""
+    return speculator is not False and (speculator or default_speculator(model, generation_config)[0]) is not None
 
 
 @contextlib.contextmanager

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..batching.prompts import check_ids
 from ..metrics import SpeculationStats
 from ..settings import is_int
 
@@ -58,11 +59,7 @@ def pending(index: int, prompt: Any, tokenizer: Any, vocabulary: int) -> Pending
     tokens outside the ``vocabulary``. Both name its index.
     """
     found = _parse(index, prompt, tokenizer)
-    if not found.ids:
-        raise ValueError(f"prompt {index} is empty: it needs one token at least, such as the one that begins a text")
-    unknown = [] if found.others else [one for one in found.ids if not 0 <= one < vocabulary]  # but for image tokens
-    if unknown:
-        raise ValueError(f"prompt {index} has token {unknown[0]}, but the model knows {vocabulary}: use its tokenizer")
+    check_ids(index, found.ids, None if found.others else vocabulary)  # image tokens may be outside
     return found
 
 

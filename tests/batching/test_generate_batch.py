@@ -378,6 +378,34 @@ def test_models_that_the_engine_does_not_take(name: str) -> None:
         model.generate_batch([[1, 2]], greedy(), batching(1), speculator="ngram")
 
 
+BAD_PROMPTS: dict[str, tuple[type[Exception], str, Any]] = {
+    "unknown token": (ValueError, "prompt 1 has token 99999, but the model knows 99", [[1, 5], [1, 99999]]),
+    "negative": (ValueError, "prompt 0 has token -1", [[-1]]),
+    "empty": (ValueError, "prompt 0 is empty", [[]]),
+    "text": (TypeError, "prompt 0 is 'abc'.*tokenizer", ["abc"]),
+    "flat": (TypeError, "prompt 0 is 1, ", [1, 5]),
+    "row": (TypeError, r"prompt 0 is tensor.*tolist\(\)", [torch.tensor([1, 5])]),
+    "tensor": (TypeError, r"a Tensor.*tolist\(\)", torch.tensor([[1, 5]])),
+    "iterator": (TypeError, r"list_iterator.*list\(prompts\)", iter([[1, 5]])),
+    "one text": (TypeError, "prompts is a str", "abc"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_PROMPTS)
+def test_bad_prompts_are_named_before_anything_runs(case: str, model: PreTrainedModel) -> None:
+    error, cause, prompts = BAD_PROMPTS[case]
+    with pytest.raises(error, match=cause):
+        model.generate_batch(prompts, greedy(), batching(1), speculator="ngram")
+
+
+def test_prompts_are_checked_where_a_speculator_drafts(model: PreTrainedModel) -> None:
+    hf_spec.set_speculator(model, "ngram")
+    with pytest.raises(ValueError, match="prompt 0 has token 99999"):
+        model.generate_batch(inputs=[[99999]], generation_config=greedy(), continuous_batching_config=batching(1))
+    (found,) = model.generate_batch([[99999]], greedy(), batching(1), speculator=False).values()
+    assert found.error
+
+
 def test_settings_need_a_speculator(model: PreTrainedModel) -> None:
     with pytest.raises(ValueError, match="need a speculator"):
         model.generate_batch([[1, 2]], greedy(), batching(1), num_speculative_tokens=3)
