@@ -383,7 +383,7 @@ BAD_PROMPTS: dict[str, tuple[type[Exception], str, Any]] = {
     "negative": (ValueError, "prompt 0 has token -1", [[-1]]),
     "empty": (ValueError, "prompt 0 is empty", [[]]),
     "text": (TypeError, "prompt 0 is 'abc'.*tokenizer", ["abc"]),
-    "flat": (TypeError, "prompt 0 is 1, ", [1, 5]),
+    "flat": (TypeError, "prompt 0 is 1: pass a list of lists", [1, 5]),
     "row": (TypeError, r"prompt 0 is tensor.*tolist\(\)", [torch.tensor([1, 5])]),
     "tensor": (TypeError, r"a Tensor.*tolist\(\)", torch.tensor([[1, 5]])),
     "iterator": (TypeError, r"list_iterator.*list\(prompts\)", iter([[1, 5]])),
