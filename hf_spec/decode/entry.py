@@ -184,7 +184,11 @@ def generate(
 
 
 def refuse_other_ways(model: PreTrainedModel, kwargs: dict[str, Any]) -> None:
-    """Raise a Refusal for what transformers would do, or drop, before the loop is asked."""
+    """Raise a Refusal for what transformers would do, or drop, before the loop is asked.
+
+    Errors: a TypeError for a field of SpeculationConfig as a keyword of its own.
+    """
+    _refuse_fields(kwargs)
     for name in ("assistant_model", "custom_generate"):
         if kwargs.get(name) is not None:
             raise Refusal(f"`speculator` and `{name}` are two ways of decoding; pass one of them.")
@@ -200,6 +204,16 @@ def refuse_other_ways(model: PreTrainedModel, kwargs: dict[str, Any]) -> None:
         raise Refusal(
             "token_healing: transformers keeps the tokenizer from a `custom_generate` callable. Heal the prompt "
             "first: input_ids = model.heal_tokens(input_ids, tokenizer)."
+        )
+
+
+def _refuse_fields(kwargs: dict[str, Any]) -> None:
+    known_too = vars(GenerationConfig())
+    if found := [name for name in kwargs if name in SpeculationConfig.__dataclass_fields__ and name not in known_too]:
+        given = ", ".join(f"{name}={kwargs[name]!r:.40}" for name in found)
+        raise TypeError(
+            f"generate has no keyword {found[0]!r}, which is a field of SpeculationConfig: pass "
+            f"speculation_config=hf_spec.SpeculationConfig({given})"
         )
 
 

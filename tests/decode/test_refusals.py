@@ -133,6 +133,12 @@ def test_option(case: str) -> None:
             refuse(cause, cure, generation_config=config, max_new_tokens=None)
 
 
+@pytest.mark.parametrize("field", ["verification", "acceptance", "tree"])
+def test_a_field_of_the_settings_is_no_keyword(field: str) -> None:
+    with pytest.raises(TypeError, match=rf"field of .*hf_spec\.SpeculationConfig\({field}='any'\)"):
+        target().generate(**prompts(1, (4,)), speculator=draft(), max_new_tokens=2, **{field: "any"})
+
+
 def test_encoder_decoder() -> None:
     config = BartConfig(
         vocab_size=99,
