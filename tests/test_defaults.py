@@ -268,6 +268,16 @@ def test_a_draft_that_is_read_by_every_call_is_told_of(warned: list[str]) -> Non
     assert place in warned[0] and "read it once" in warned[0]
 
 
+def test_failed_attempts_and_what_auto_tries_are_no_readings(warned: list[str]) -> None:
+    logging.warning_once.cache_clear()
+    model = AutoModelForCausalLM.from_pretrained(demo.path())
+    for _ in range(2):
+        with pytest.raises(ValueError, match="no multi-token-prediction layers"):
+            as_speculator("mtp", model)
+    as_speculator("auto", model)
+    assert warned == []
+
+
 @pytest.mark.parametrize(("device", "count"), [("cuda:0", 1), ("cpu", 0), ("meta", 0)])
 def test_a_draft_left_on_the_cpu_is_told_of(
     device: str, count: int, warned: list[str], monkeypatch: pytest.MonkeyPatch

@@ -8,6 +8,7 @@ import functools
 import itertools
 import os
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -77,16 +78,14 @@ def as_speculator(speculator: Any, target: PreTrainedModel) -> Speculator:
         return PlainSpeculator()
     if speculator == EARLY_EXIT:
         return EarlyExitSpeculator()
-    if speculator == "mtp":
-        _warn_of_reading("mtp", target)
-        return _own_layers(target)
     if speculator == "auto":
         if target not in _found:
             _found[target] = _best_at_hand(target)
         return _found[target]
-    if isinstance(speculator, str | os.PathLike):
+    if isinstance(speculator, str | os.PathLike):  # "mtp", too
+        found = _from_files(speculator, target)
         _warn_of_reading(os.fspath(speculator), target)
-        return as_speculator(load_draft(speculator, target, **_placement(target)), target)
+        return found
     if isinstance(base, PreTrainedModel) and (assistant := assistant_speculator(base)) is not None:
         return as_speculator(assistant, target)
     is_pair = bool(getattr(target.config, "is_encoder_decoder", False))
@@ -104,6 +103,12 @@ def as_speculator(speculator: Any, target: PreTrainedModel) -> Speculator:
         "AutoModelForCausalLM.from_pretrained or AutoModelForSeq2SeqLM.from_pretrained."
         + (" An encoder-decoder model can draft for another of its kind alone." if _encodes(base) else "")
     )
+
+
+def _from_files(place: str | os.PathLike[str], target: PreTrainedModel) -> Speculator:
+    if place == "mtp":
+        return _own_layers(target)
+    return as_speculator(load_draft(place, target, **_placement(target)), target)
 
 
 @functools.cache
@@ -142,8 +147,8 @@ def with_tokenizers(speculator: Any, target: PreTrainedModel, tokenizer: Any, ta
     without a ``target_tokenizer``.
     """
     if isinstance(speculator, str | os.PathLike) and speculator not in KEYWORDS:
-        _warn_of_reading(os.fspath(speculator), target)
-        speculator = load_draft(speculator, target, **_placement(target))
+        place, speculator = speculator, load_draft(speculator, target, **_placement(target))
+        _warn_of_reading(os.fspath(place), target)
     draft = base_model(speculator.model if isinstance(speculator, VanillaSpeculator) else speculator)
     if not (isinstance(draft, PreTrainedModel) and draft.can_generate()):
         raise ValueError(
@@ -193,10 +198,11 @@ def _is_draft(checkpoint: Checkpoint, target: PreTrainedModel) -> bool:
 def _best_at_hand(target: PreTrainedModel) -> Speculator:
     """Find a speculator for ``target`` without a download, and log which it is."""
     at_hand = (cached(known.draft) for known in known_drafts(target) if known.is_read)
-    for place in itertools.chain(("mtp",), filter(None, at_hand)):
+    places: Iterable[str | Path] = itertools.chain(("mtp",), filter(None, at_hand))
+    for place in places:
         # The cache may have only some of its files, or the draft may not fit the target.
         with contextlib.suppress(OSError, ValueError):
-            found = as_speculator(place, target)
+            found = _from_files(place, target)
             found.check(target, found.settings(None))
             logger.info(f"speculator='auto' is {place} for {target.config.name_or_path or type(target).__name__}")
             return found
