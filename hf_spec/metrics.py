@@ -118,10 +118,10 @@ class SpeculationStats:
     """The statistics of one call: proposed, accepted and emitted tokens, per row and in total, and times of the parts.
 
     Draft tokens after a stop count as proposed, not as accepted. The token that prefill gives each row belongs to no
-    step. If draft tokens were read together with the prompt, this was the first step of ``first_tokens_in_steps``
-    rows. Compilation (``graphs`` in ``compile_seconds``) is no part of a step, but delays the rows' tokens. A figure
-    with nothing to divide by is 0.0. In Jupyter the statistics also show the text, with accepted draft tokens
-    coloured, once they have a tokenizer: ``out.speculation.show(tokenizer)``.
+    step, unless the first step read the prompt. Most chains of n-grams begin so, even with no draft token.
+    ``first_tokens_in_steps`` counts those rows. Compilation (``graphs`` in ``compile_seconds``) is no part of a step,
+    but delays the rows' tokens. A figure with nothing to divide by is 0.0. In Jupyter the statistics also show the
+    text, with accepted draft tokens coloured, once they have a tokenizer: ``out.speculation.show(tokenizer)``.
 
     Args:
         batch_size: rows of the call. Time is measured from here on.
