@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import argparse
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .bench import PROMPTS_HELP
 from .common import add_device_options, add_no_pack, at_least, command, draft_of
+
+if TYPE_CHECKING:
+    from ..drafts.base import Speculator
+    from ..settings import SpeculationConfig
 
 
 def add_doctor(commands: Any) -> None:
@@ -31,12 +35,16 @@ def add_doctor(commands: Any) -> None:
 def _doctor(args: argparse.Namespace) -> None:
     from ..bench import read_prompts
     from ..doctor import diagnose
+    from ..doctor.diagnosis import refuse_draft
     from .loading import load_models, pack_models
 
     prompts = read_prompts(args.prompts, args.limit)
-    target, tokenizer, drafts = load_models(
-        args.model, [args.speculator], args.dtype, args.device, lambda draft: [draft.settings(None)]
-    )
+
+    def settings(draft: Speculator) -> list[SpeculationConfig]:
+        refuse_draft(draft)  # before the target's weights are read
+        return [draft.settings(None)]
+
+    target, tokenizer, drafts = load_models(args.model, [args.speculator], args.dtype, args.device, settings)
     pack_models(args, target, *drafts.values())
     progress = sys.stderr.isatty()
     print(diagnose(target, drafts[args.speculator], tokenizer, prompts, args.max_new_tokens, progress))

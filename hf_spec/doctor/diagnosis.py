@@ -15,7 +15,9 @@ from ..bench.prompts import Prompt
 from ..checkpoints.known import hub_id, share_a_name
 from ..checkpoints.resolve import MOST_IN_COMMON, as_speculator, common_tokens
 from ..configuration import another_target
+from ..drafts.base import Speculator
 from ..drafts.modeling import DraftModel
+from ..drafts.translated.speculator import TranslatedSpeculator
 from ..drafts.vanilla.speculator import VanillaSpeculator
 from ..progress import Progress, counted
 from ..settings import DEFAULT_NUM_SPECULATIVE_TOKENS
@@ -97,15 +99,13 @@ def diagnose(
 
     ``progress`` draws a bar for the answers, and one for the changes that are tried.
 
-    Errors: a ValueError for a speculator without weights, and what ``generate`` raises.
+    Errors: a TypeError for other prompts than those of ``hf_spec.bench.read_prompts``, a ValueError for none of them
+    or for a draft that cannot be examined, and what ``generate`` raises.
     """
+    _check_prompts(prompts)
     found = as_speculator(speculator, target)
+    refuse_draft(found)
     draft = found.model if isinstance(found, VanillaSpeculator) else found
-    if not isinstance(found, DraftModel | VanillaSpeculator):
-        raise ValueError(
-            f"{type(found).__name__} has no config and weights of its own to examine: pass a draft model or a "
-            "language model. hf-spec bench measures what it accepts"
-        )
     if isinstance(draft, DraftModel):
         draft.bind(target)
     asked = found.defaults().num_speculative_tokens
@@ -134,6 +134,31 @@ def diagnose(
         1 + case.mean(survived),
         {f"{change.name}: {change.now}": 1 + accepted for change, accepted, _ in tried},
     )
+
+
+def refuse_draft(found: Speculator) -> None:
+    """Raise a ValueError if a draft has no weights to examine, or another tokenizer than the target."""
+    if isinstance(found, TranslatedSpeculator):
+        raise ValueError(
+            "the draft has another tokenizer than the target, and so other tokens, which are translated: that alone "
+            "lowers acceptance. Pass a draft with the target's tokenizer; hf-spec bench measures this one"
+        )
+    if not isinstance(found, DraftModel | VanillaSpeculator):
+        raise ValueError(
+            f"{type(found).__name__} has no config and weights of its own to examine: pass a draft model or a "
+            "language model. hf-spec bench measures what it accepts"
+        )
+
+
+def _check_prompts(prompts: Any) -> None:
+    advice = "pass those of hf_spec.bench.read_prompts(FILE), or [hf_spec.bench.Prompt(...)]"
+    if not isinstance(prompts, Sequence) or isinstance(prompts, str):
+        raise TypeError(f"prompts is a {type(prompts).__name__}, no list: {advice}")
+    if not prompts:
+        raise ValueError(f"prompts is empty, so there is no answer to examine: {advice}")
+    for index, prompt in enumerate(prompts):
+        if not isinstance(prompt, Prompt):
+            raise TypeError(f"prompt {index} is {prompt!r:.80}, no hf_spec.bench.Prompt: {advice}")
 
 
 def _proposed(answers: Sequence[Answer]) -> list[int]:

@@ -15,6 +15,7 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, PreTrai
 
 from hf_spec import Eagle3SpeculatorConfig, cli, demo
 from hf_spec.bench import Prompt
+from hf_spec.cli import loading
 from hf_spec.doctor import Diagnosis, diagnose
 from hf_spec.doctor.diagnosis import _lost_outside
 from hf_spec.training import new_draft
@@ -229,13 +230,18 @@ def test_prompts_beyond_the_positions_of_the_draft_leave_nothing_to_compare(targ
     assert limit.evidence.endswith("the draft is made for 3") and limit.gain == 0
 
 
-def test_another_tokenizer_is_named(target: PreTrainedModel, tmp_path: Path) -> None:
-    shutil.copytree(demo.path("draft-vanilla"), tmp_path / "small")
-    file = tmp_path / "small" / "tokenizer.json"
+def with_other_tokenizer(folder: Path) -> None:
+    """Write the demo's small language model with other tokens into ``folder``."""
+    shutil.copytree(demo.path("draft-vanilla"), folder)
+    file = folder / "tokenizer.json"
     saved = json.loads(file.read_text(encoding="utf-8"))
     tokens = saved["model"]["vocab"]
     saved["model"]["vocab"] = dict(zip(tokens, reversed(tokens.values()), strict=True))
     file.write_text(json.dumps(saved), encoding="utf-8")
+
+
+def test_another_tokenizer_is_named(target: PreTrainedModel, tmp_path: Path) -> None:
+    with_other_tokenizer(tmp_path / "small")
     draft = AutoModelForCausalLM.from_pretrained(tmp_path / "small", dtype=torch.float32)
     found = examine(target, draft)
     assert found.findings[0].cause == "tokenizer", str(found)
@@ -255,6 +261,29 @@ def test_prompts_outside_of_the_template_are_named(target: PreTrainedModel, monk
 def test_ngrams_have_nothing_to_examine(target: PreTrainedModel) -> None:
     with pytest.raises(ValueError, match="hf-spec bench"):
         examine(target, "ngram")
+
+
+@pytest.mark.parametrize(
+    ("prompts", "error", "cause"),
+    [([], ValueError, "prompts is empty"), (["Once"], TypeError, "prompt 0 is 'Once'"), ("Once", TypeError, "a str")],
+)
+def test_prompts_are_those_of_the_benchmark(
+    target: PreTrainedModel, prompts: Any, error: type[Exception], cause: str
+) -> None:
+    with pytest.raises(error, match=f"{cause}.*read_prompts"):
+        diagnose(target, "ngram", TOKENIZER, prompts)
+
+
+def test_the_command_refuses_a_draft_with_another_tokenizer(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_other_tokenizer(tmp_path / "small")
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text(json.dumps({"prompt": "Once"}) + "\n", encoding="utf-8")
+    monkeypatch.setattr(loading, "load_target", lambda *given: pytest.fail("the target was read"))
+    command = ["doctor", str(demo.path()), "--speculator", str(tmp_path / "small"), "--prompts", str(prompts)]
+    assert cli.main(command) != 0
+    assert "the draft has another tokenizer than the target" in capsys.readouterr().err
 
 
 def test_the_command_prints_the_cause(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
