@@ -82,7 +82,7 @@ def _summary(stats: SpeculationStats) -> tuple[str, dict[str, str]]:
     seconds = (stats.propose_seconds, stats.target_seconds, stats.verify_seconds)
     shares = " / ".join(f"{part / (sum(seconds) or 1):.1%}" for part in seconds)
     emitted, steps = counted(counts.emitted, "token"), counted(stats.steps, "step")
-    title = f"SpeculationStats: {emitted} in {steps}, batch of {stats.batch_size}"
+    title = f"SpeculationStats: {steps} gave {emitted}, batch of {stats.batch_size}"
     graphs = counted(stats.graphs, "graph")
     compiled = {"compiled": f"{graphs} in {stats.compile_seconds:.1f} s"} if stats.graphs else {}
     speed = {"speed": f"about {stats.speedup:.1f} x plain steps"} if stats.speedup else {}

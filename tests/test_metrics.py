@@ -189,7 +189,7 @@ def test_html_colours_accepted_guesses_only(tokenizer: PreTrainedTokenizerFast) 
 
 def test_repr_names_the_figures() -> None:
     text = repr(example())
-    assert text.startswith("SpeculationStats: 11 tokens in 3 steps, batch of 2\n")
+    assert text.startswith("SpeculationStats: 3 steps gave 11 tokens, batch of 2\n")
     for figure in ("2.20 tokens per step", "53.8% (7 of 13)", "1.00 0.50 0.50"):
         assert figure in text
 

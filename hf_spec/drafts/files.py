@@ -255,7 +255,7 @@ def in_speculators(config: SpeculatorConfig, layout: str, beyond: Iterable[str] 
     missing = " and ".join(config.shared_with_target or ())
     if missing and not names_target(config):
         cure = "name the target with --verifier, or write them in with --self-contained"
-        return [f"takes what lies in memory for the missing {missing}; {cure}", *beyond]
+        return [f"leaves the missing {missing} uninitialised, so they hold any numbers; {cure}", *beyond]
     return list(beyond)
 
 

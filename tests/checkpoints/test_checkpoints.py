@@ -603,7 +603,9 @@ def test_a_draft_that_borrows_is_written_whole_for_readers_that_lend_nothing(tmp
     assert shared == ["embed_tokens"]
     convert(source, tmp_path / "borrows")
     memory, name = inspect(tmp_path / "borrows").engines["speculators"]
-    assert memory.startswith("takes what lies in memory for the missing embed_tokens; name the target")
+    assert memory.startswith(
+        "leaves the missing embed_tokens uninitialised, so they hold any numbers; name the target"
+    )
     assert name == "reads only drafts that name their target; convert with --verifier"
     convert(tmp_path / "borrows", tmp_path / "whole", self_contained=True, target=target)
     assert inspect(tmp_path / "whole").engines["speculators"] == [name]

@@ -155,7 +155,7 @@ def test_generate_writes_the_text_and_then_the_figures(models, capsys, speculato
     assert main(["generate", models["target"], "--speculator", draft, *options, *(["--chat"] if chat else [])]) == 0
     out, err = capsys.readouterr()
     assert out.rstrip("\n") == plain_text(models["target"], PROMPT, 9, chat).rstrip("\n")
-    assert "SpeculationStats: 8 tokens" in err
+    assert "gave 8 tokens, batch" in err
 
 
 @pytest.mark.parametrize("end", ["", "\n", "\r\n"])
@@ -172,7 +172,7 @@ def test_generate_ends_where_the_positions_of_the_target_do(tmp_path, capsys):
     tokenizer.save_pretrained(tmp_path)
     command = ["generate", str(tmp_path), "--speculator", "ngram", "--max-new-tokens", "99", "--prompt"]
     assert main([*command, PROMPT]) == 0
-    assert f": {24 - len(tokenizer(PROMPT).input_ids)} tokens in" in capsys.readouterr().err
+    assert f"gave {24 - len(tokenizer(PROMPT).input_ids)} tokens, batch" in capsys.readouterr().err
     assert main([*command, "a " * 40]) == 1
     assert re.search(r"the prompt has \d+ tokens, and the target has positions for 24; ", capsys.readouterr().err)
 
@@ -194,7 +194,7 @@ def test_left_out_the_best_at_hand_guesses(models, capsys, monkeypatch):
         assert main(["generate", models["target"], "--prompt", PROMPT, "--max-new-tokens", "9"]) == 0
         out, err = capsys.readouterr()
         assert out.rstrip("\n") == plain_text(models["target"], PROMPT, 9).rstrip("\n")
-        assert "SpeculationStats: 9 tokens" in err
+        assert "gave 9 tokens, batch" in err
     monkeypatch.setattr(sys, "stdin", io.StringIO("Hello\n/stats\n"))
     assert main(["chat", str(demo.path()), "--max-new-tokens", "4"]) == 0
     assert "SpeculationStats: " in capsys.readouterr().out
