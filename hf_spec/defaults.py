@@ -26,6 +26,11 @@ def set_speculator(model: PreTrainedModel, speculator: Any, config: SpeculationC
     """
     check_settings(config, "config")
     model = base_model(model)
+    if not isinstance(model, PreTrainedModel):
+        raise TypeError(
+            f"model is a {type(model).__name__}, no model of transformers: pass the loaded target, "
+            "set_speculator(target, draft)"
+        )
     if speculator is None:
         _stored.pop(model, None)
     else:

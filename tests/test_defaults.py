@@ -73,6 +73,11 @@ def test_settings_of_another_type_are_refused(model: PreTrainedModel) -> None:
     assert hf_spec.get_speculator(model) is None
 
 
+def test_a_default_is_for_a_model(model: PreTrainedModel) -> None:
+    with pytest.raises(TypeError, match="model is a str, no model of transformers"):
+        hf_spec.set_speculator("x", "ngram")  # type: ignore[arg-type]
+
+
 def test_a_path_is_read_once(model: PreTrainedModel, tmp_path: Path) -> None:
     draft().save_pretrained(tmp_path)
     hf_spec.set_speculator(model, str(tmp_path))

@@ -44,6 +44,8 @@ def known_drafts(target: PreTrainedModel | str | os.PathLike[str] | None = None)
     """
     if target is None:
         return list(_table())
+    if not (isinstance(target, str | os.PathLike) or hasattr(target, "config")):
+        raise TypeError(f"target is {target!r:.80}: pass a model, its Hub id or directory, or None for all drafts")
     path = os.fspath(target) if isinstance(target, str | os.PathLike) else target.config.name_or_path or ""
     wanted = _name(path)
     return [known for known in _table() if _same(wanted, known.target)]

@@ -68,6 +68,10 @@ def read_vocabulary(file: str | os.PathLike[str]) -> list[int]:
             found: Any = torch.load(path, weights_only=True)
         else:
             found = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise FileNotFoundError(
+            f"there is no file {path} with the tokens to keep; write a JSON list of token ids, or name how many"
+        ) from error
     except OSError:
         raise
     except Exception as error:  # of JSON, UTF-8 or pickle

@@ -79,7 +79,7 @@ class Batches:
     def _answer(self, batch: list[Pending]) -> Iterator[Completion]:
         inputs = _inputs(batch, self.filler, input_device(self.model))
         indices = [one.index for one in batch]
-        options = self.options | {name: _made(self.options.get(name), indices) for name in PER_BATCH}
+        options = self.options | {name: _made(name, self.options.get(name), indices) for name in PER_BATCH}
         if (allowed := options.get("prefix_allowed_tokens_fn")) is not None:
             options["prefix_allowed_tokens_fn"] = _by_index(allowed, indices)
         out = self.model.generate(**inputs, **options, pad_token_id=self.filler, return_dict_in_generate=True)
@@ -115,9 +115,14 @@ def _inputs(batch: list[Pending], filler: int, device: torch.device) -> dict[str
     return {name: tensor.to(device) for name, tensor in inputs.items()}
 
 
-def _made(given: Any, indices: list[int]) -> Any:
+def _made(name: str, given: Any, indices: list[int]) -> Any:
     """Return a list of processors or criteria: the given one, or a new one for the prompts of a batch."""
-    return given(indices) if callable(given) and not isinstance(given, list) else given
+    if not callable(given) or isinstance(given, list):
+        return given
+    made = given(indices)
+    if not isinstance(made, list | None):
+        raise TypeError(f"the function {name} returned {made!r:.80}: it must return a list, or None for nothing")
+    return made
 
 
 def _by_index(allowed: Callable[[int, Tensor], Any], indices: list[int]) -> Callable[[int, Tensor], Any]:

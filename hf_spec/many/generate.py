@@ -116,6 +116,8 @@ def _check(model: Any, prompts: Any, batch_size: int, look_ahead: int, options: 
         raise TypeError("prompts is one text: pass a list of texts")
     if isinstance(prompts, Mapping):  # iterating would yield its keys, as texts
         raise TypeError(f"prompts is one {type(prompts).__name__}: pass a list with one for each prompt, or texts")
+    if not (hasattr(prompts, "__iter__") or hasattr(prompts, "__getitem__")):
+        raise TypeError(f"prompts is {prompts!r:.80}: pass a list, or another iterable, with one for each prompt")
     if base_model(model).config.is_encoder_decoder:
         raise ValueError(
             f"{type(base_model(model)).__name__} is an encoder-decoder model, and generate_many pads prompts for "

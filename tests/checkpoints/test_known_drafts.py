@@ -62,6 +62,11 @@ def test_another_name_is_another_target(name: str) -> None:
     assert known_drafts(name) == []
 
 
+def test_what_names_no_target_is_refused() -> None:
+    with pytest.raises(TypeError, match="target is 5: pass a model"):
+        known_drafts(5)  # type: ignore[arg-type]
+
+
 def put_into_cache(cache: Path, repo: str, source: Path, without: str = "nothing") -> None:
     """Lay ``repo`` out as the Hub's client does, with the files of ``source``."""
     folder, commit = cache / f"models--{repo.replace('/', '--')}", "0" * 40

@@ -89,6 +89,8 @@ def test_lists_of_tokens_are_read(tmp_path: Path) -> None:
     torch.save([4, 2, 9], tmp_path / "list.pt")
     torch.save(torch.tensor([4, 2, 9]), tmp_path / "tensor.pt")
     assert all(read_vocabulary(tmp_path / name) == [4, 2, 9] for name in ("ids.json", "list.pt", "tensor.pt"))
+    with pytest.raises(FileNotFoundError, match=r"absent\.json with the tokens to keep; write"):
+        read_vocabulary(tmp_path / "absent.json")
     for text in ('{"a": 1}', "[]", "[1.5]", "[true]", "no JSON"):
         (tmp_path / "ids.json").write_text(text)
         with pytest.raises(ValueError, match="holds no list of token ids"):

@@ -41,7 +41,7 @@ def test_the_second_run_copies_the_first(speculator: str, tmp_path: Path, capsys
     for more in ([], ["--history-file", str(file)], ["--history-file", str(file)]):
         assert main([*call, *more]) == 0
         out, err = capsys.readouterr()
-        said.append((out, int(err.split(" tokens in ")[1].split(" steps")[0])))
+        said.append((out, int(err.split("SpeculationStats: ")[1].split(" steps gave ")[0])))
     assert said[0] == said[1]  # a file that is not there yet changes nothing
     assert said[2][0] == said[0][0] and said[2][1] < said[0][1]
     assert len({*texts(file)}) == 1 and texts(file)[0].startswith(PROMPT)
@@ -167,3 +167,8 @@ def test_threads_count_no_signals() -> None:
 
     with ThreadPoolExecutor(1) as pool:
         assert pool.submit(inside).result()
+
+
+def test_a_history_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"there is no history .*absent; pass a file that"):
+        NgramSpeculator.load(tmp_path / "absent", None)

@@ -335,6 +335,8 @@ def test_drafts_are_found_for_the_target() -> None:
 def test_bad_values_are_refused() -> None:
     with pytest.raises(ValueError, match="draft with weights"):
         HybridSpeculator("ngram")
+    with pytest.raises(TypeError, match="draft is None: pass a draft"):
+        HybridSpeculator(None)
     with pytest.raises(TypeError, match=r"NgramSpeculator\(history_size="):
         HybridSpeculator(draft(), NgramSpeculator())
     with pytest.raises(ValueError, match="draft_tokens"):

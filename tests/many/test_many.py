@@ -447,9 +447,20 @@ def test_bad_prompts_are_named(prompt: Any, problem: str) -> None:
         words.chat_template = "{{ messages[0].content + eos_token }}"
     with pytest.raises((ValueError, TypeError), match=problem):
         list(generate_many(target(), [[5], prompt], tokenizer=words, **QUIET, **GREEDY))
-    for prompts, problem in (("text", "one text"), (tokenizer()(["a", "b"]), "one BatchEncoding: pass a list")):
+    for prompts, problem in (
+        ("text", "one text"),
+        (tokenizer()(["a", "b"]), "one BatchEncoding: pass a list"),
+        (5, "prompts is 5"),
+        (None, "prompts is None"),
+    ):
         with pytest.raises(TypeError, match=problem):
             generate_many(target(), prompts, tokenizer=tokenizer(), **QUIET, **GREEDY)
+
+
+@pytest.mark.parametrize("name", ["logits_processor", "stopping_criteria"])
+def test_functions_that_make_no_list_are_named(name: str) -> None:
+    with pytest.raises(TypeError, match=f"the function {name} returned 3: it must return a list"):
+        list(generate_many(target(), [[5]], **QUIET, **GREEDY | {name: lambda indices: 3}))
 
 
 def test_what_fails_while_generating_names_the_prompts() -> None:

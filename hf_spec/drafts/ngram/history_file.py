@@ -63,6 +63,11 @@ def read_history(path: str | os.PathLike[str], tokenizer: Any) -> SavedHistory:
     if os.path.isdir(path):
         raise IsADirectoryError(f"{path} is a directory; pass a file that NgramSpeculator.save wrote")
     check_ends(path)
+    if not os.path.exists(path):
+        raise FileNotFoundError(
+            f"there is no history {path}; pass a file that NgramSpeculator.save wrote, or begin a new one: "
+            "NgramSpeculator(history_size=...)"
+        )
     try:
         with safe_open(os.fspath(path), framework="pt") as file:
             marks = file.metadata() or {}

@@ -49,6 +49,10 @@ class HybridSpeculator(Speculator):
             raise TypeError(f"history must be a NgramSpeculator(history_size=...), got {history!r:.80}")
         if isinstance(draft, NgramSpeculator | HybridSpeculator) or draft == "ngram":
             raise ValueError("a HybridSpeculator needs a draft with weights; n-grams work alone")
+        if draft is None or draft is False:
+            raise TypeError(
+                f"draft is {draft}: pass a draft model, a language model, 'mtp', or a path or Hub id of one"
+            )
         if draft_tokens is not None and not (is_int(draft_tokens) and draft_tokens >= 1):
             raise ValueError(f"draft_tokens must be a whole number of at least 1, or None, got {draft_tokens!r}")
         self.draft, self.history, self.draft_tokens = draft, history, draft_tokens
