@@ -123,11 +123,9 @@ class Emitter:
 
 
 def _generators(seeds: Sequence[int] | None, sequences: Sequences) -> list[torch.Generator] | None:
-    """Make a generator for each row. Errors: a ValueError if there are more or fewer seeds than rows."""
+    """Make a generator for each row, of which there are as many as ``seeds``."""
     if seeds is None:
         return None
-    if len(seeds) != len(sequences.rows):
-        raise ValueError(f"row_seeds has {len(seeds)} seeds for {len(sequences.rows)} rows; pass one for each row")
     device = sequences.ids.device
     return [torch.Generator(device).manual_seed(seed) for seed in seeds]
 

@@ -63,7 +63,10 @@ def refuse_call(
 ) -> None:
     """Raise a ``Refusal`` if this call of ``generate`` cannot be decoded speculatively; nothing has run yet."""
     _refuse_options(model, generation_config, model_kwargs)
-    _refuse_target(model, model_kwargs, config, len(sequences.lengths))
+    rows = len(sequences.lengths)
+    _refuse_target(model, model_kwargs, config, rows)
+    if config.row_seeds is not None and len(config.row_seeds) != rows:
+        raise _refusal(f"row_seeds has {len(config.row_seeds)} seeds for {rows} rows; pass one for each row")
     if sequences.stops.max_length is not None:
         prompt = sequences.prompt_length
         if not model.config.is_encoder_decoder:  # whose mask is the source's

@@ -211,6 +211,11 @@ def test_seeds_of_rows_are_checked() -> None:
             list(hf_spec.generate_many(model, [[1, 2], [3]], engine=engine, **given))
     with pytest.raises(ValueError, match="row_seeds: all requests draw from one generator"):
         model.generate_batch([[1, 2]], speculator="ngram", speculation_config=config)
+    for sampled in (False, True):
+        with pytest.raises(
+            ValueError, match="Cannot generate with a speculator: row_seeds has 2 seeds for 3 rows; pass"
+        ):
+            model.generate(**prompts(3, (5,)), **given, do_sample=sampled)
 
 
 def test_many_prompts_in_batches_get_the_text_that_each_gets_alone() -> None:
