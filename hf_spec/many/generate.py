@@ -148,7 +148,8 @@ def _decoder(model: Any, size: int, options: dict[str, Any], engine: EngineChoic
         options.pop("continuous_batching_config", None)
         return Batches(model, size, options)
     if reason is not None:
-        why = reason.removeprefix(PREFIX).partition("; ")[0].rstrip(".")  # its cure is for generate_batch itself
+        of_call = reason.removeprefix(PREFIX)
+        why = of_call.rstrip(".") if of_call == reason else of_call.partition("; ")[0]  # without generate_batch's cure
         raise ValueError(
             f"generate_batch cannot answer these prompts: {why}. Leave engine at 'auto', which decodes them in batches"
         )
