@@ -284,7 +284,8 @@ def _attend(model: Any) -> Undo:
     for config in configs:
         shared = _attending.get(id(config))
         if shared is None or shared.config() is not config:
-            shared = _attending[id(config)] = _Attending(weakref.ref(config), config._attn_implementation)
+            forget = functools.partial(_forget, id(config))
+            shared = _attending[id(config)] = _Attending(weakref.ref(config, forget), config._attn_implementation)
         shared.modes += 1
         config._attn_implementation = NAME
 
@@ -311,6 +312,12 @@ class _Attending:
 
 
 _attending: dict[int, _Attending] = {}  # by the config's id
+
+
+def _forget(number: int, gone: weakref.ref[Any]) -> None:
+    """Let go of what is known of a config, in a mode that nobody ended."""
+    if number in _attending and _attending[number].config is gone:
+        del _attending[number]
 
 
 def _configs_of(model: Any) -> list[Any]:

@@ -154,7 +154,7 @@ def test_answers_are_given_with_tools_and_written_beside_them(tmp_path: Path) ->
     written = path.read_bytes()
     regenerate(conversations(data), target, ask, path, **options)  # goes on behind the last one: nothing is left
     assert path.read_bytes() == written
-    with pytest.raises(ValueError, match="template_arguments was None"):
+    with pytest.raises(ValueError, match="template_arguments was left out"):
         regenerate(conversations(data), target, ask, path, template_arguments={"thinking": False}, **options)
     rows = prepare_dataset(path, ask)
     assert len({text(row).split(" <user>")[0] for row in rows}) == len(rows)
