@@ -208,8 +208,8 @@ def refuse_other_ways(model: PreTrainedModel, kwargs: dict[str, Any]) -> None:
 
 
 def _refuse_fields(kwargs: dict[str, Any]) -> None:
-    keywords = {"num_speculative_tokens", *vars(GenerationConfig())}  # Whisper's own generate passes them on
-    if found := [name for name in kwargs if name in SpeculationConfig.__dataclass_fields__ and name not in keywords]:
+    fields = SpeculationConfig.__dataclass_fields__.keys() - {"num_speculative_tokens"}  # Whisper's own passes that on
+    if found := [name for name in kwargs if name in fields]:
         given = ", ".join(f"{name}={kwargs[name]!r:.40}" for name in found)
         raise TypeError(
             f"generate has no keyword {found[0]!r}, which is a field of SpeculationConfig: pass "

@@ -17,6 +17,7 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch
 from torch import Tensor, nn
 from torch._dynamo import OptimizedModule
+from torch.utils.weak import WeakIdKeyDictionary
 from transformers import PreTrainedModel
 from transformers.activations import ACT2CLS
 from transformers.modeling_utils import AttentionInterface
@@ -282,42 +283,31 @@ def _attend(model: Any) -> Undo:
     """
     configs = _configs_of(model)
     for config in configs:
-        shared = _attending.get(id(config))
-        if shared is None or shared.config() is not config:
-            forget = functools.partial(_forget, id(config))
-            shared = _attending[id(config)] = _Attending(weakref.ref(config, forget), config._attn_implementation)
-        shared.modes += 1
+        _attending.setdefault(config, _Attending(config._attn_implementation)).modes += 1
         config._attn_implementation = NAME
 
     def undo(of: Callable[[Any], Any]) -> None:
         for config in configs:
-            changed, shared = of(config), _attending[id(config)]
+            changed, shared = of(config), _attending[config]
             if changed is config:
                 shared.modes -= 1
             if changed is not config or not shared.modes:
                 changed._attn_implementation = shared.before
             if not shared.modes:
-                del _attending[id(config)]
+                del _attending[config]
 
     return undo
 
 
 @dataclass
 class _Attending:
-    """A ``config``, the attention that it named ``before``, and the number of modes in which it names ours."""
+    """The attention that a config named ``before``, and the number of modes in which it names ours."""
 
-    config: weakref.ref[Any]
     before: str
     modes: int = 0
 
 
-_attending: dict[int, _Attending] = {}  # by the config's id
-
-
-def _forget(number: int, gone: weakref.ref[Any]) -> None:
-    """Let go of what is known of a config, in a mode that nobody ended."""
-    if number in _attending and _attending[number].config is gone:
-        del _attending[number]
+_attending = WeakIdKeyDictionary()  # by config
 
 
 def _configs_of(model: Any) -> list[Any]:

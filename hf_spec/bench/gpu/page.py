@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from ...progress import counted
 from .decoding import ASSISTED, EAGLE, FORMS, MODEL, PLAIN
 
 HEAD = (
@@ -52,7 +53,7 @@ def summary(results: dict[str, Any], batches: Sequence[int] = (), forms: Sequenc
     for name, part in results["parts"].items():
         what, *shape = name.split("-")
         if what == "decoding" and (not batches or int(shape[1]) in batches):
-            columns[f"{shape[0].upper()}, {shape[1]} sequence{'s' * (shape[1] != '1')}"] = part["cells"]
+            columns[f"{shape[0].upper()}, {counted(int(shape[1]), 'sequence')}"] = part["cells"]
     lines = [_row("", *columns), "|---" * (1 + len(columns)) + "|"]
     for way in SUMMARY:
         for form in forms:
