@@ -1,20 +1,20 @@
 """Attention that gives each node the same bits, whatever else is computed with it.
 
-The keys of a text come in blocks of a fixed number of places (``columns.py``). The query heads of a group, of all
-nodes, are the queries of a key head. A kernel is called with such numbers of queries only that agree, as rows of a
-product are (``rows.py``)::
+The keys that a node sees come in two parts, which depend on its place in its own text only (``columns.py``). The
+query heads of a group, of all nodes, are the queries of a key head. A kernel is called with such numbers of queries
+only that agree, as rows of a product are (``rows.py``)::
 
-    query  (tiles, key heads, queries, width)      keys  (1, key heads, places of one block, width)
+    query  (tiles, key heads, queries, width)      keys  (1, key heads, places of one part, width)
 
-In trees, the last keys of each node are its own. There, each node is a tile.
+In trees, the late keys of each node are its own. There, each node is a tile.
 
-The blocks are put together by the logarithms of their sums, one after the other, in float32. A block that a node does
-not see weighs exactly 0.
+The parts are put together by the logarithms of their sums, in float32. Keys that a node does not see weigh exactly 0.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -27,34 +27,36 @@ from .columns import (
     ALL,
     COLUMNS,
     NAME,
-    Block,
+    STEP,
     Columns,
-    RowColumns,
+    Part,
+    Piece,
     Text,
     Tiling,
     columns_of_all,
     hidden_score,
+    late_places,
     register_mask,
 )
 from .rows import agreeing
 
-VECTOR = 16  # numbers that a processor adds at once, at most
-# Numbers of queries and of places that are tried. For more queries the kernel of CPUs looks at how many there are of
+# Numbers of queries that are tried. For more queries the kernel of CPUs looks at how many there are of
 # all, and other multiples than of 8 give each thread a part of a buffer that begins at another alignment.
-QUERIES, STEP = (8, 16, 24, 32), 16
+QUERIES = (8, 16, 24, 32)
 # Kernels of torch that return the logarithms of sums, too; other devices multiply and add by torch's functions.
 KERNELS = {
     "cpu": "_scaled_dot_product_flash_attention_for_cpu",
     "cuda": "_scaled_dot_product_efficient_attention",
 }
+MANY = 640  # early keys that are tried: more than kernels look at in one go
 AT_ONCE = 16  # tiles, where they are not attended to by such a kernel
 REFUSED = ("cache", "indices", "block_indices", "sinks")  # arguments of attention that the kernel knows nothing of
 
 
-def attend_block(
+def attend_part(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float, cap: float | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Attend to one block of keys: outputs (tiles, key heads, queries, width), and the logarithms of their sums.
+    """Attend to one part of the keys: outputs (tiles, key heads, queries, width), and the logarithms of their sums.
 
     ``query`` (tiles, key heads, queries, width); ``key`` and ``value`` (tiles or 1, key heads, places, width);
     ``mask`` (tiles, key heads or 1, queries or 1, places) is added. Scores are bent to stay between -``cap`` and
@@ -85,7 +87,7 @@ def _kernel(place: str) -> Any:
 def _by_products(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float, cap: float | None
 ) -> tuple[Tensor, Tensor]:
-    """Do as ``attend_block`` where there is no kernel, such as for caps: by products of each tile, in float32."""
+    """Do as ``attend_part`` where there is no kernel, such as for caps: by products of each tile, in float32."""
     # Products add up in another order where their numbers begin at another alignment.
     key, value = (states.float().expand(len(query), -1, -1, -1).contiguous() for states in (key, value))
     scores = torch.matmul(query.float(), key.mT) * scale  # (tiles, key heads, queries, places)
@@ -147,7 +149,8 @@ def attention(
     key_heads, out_width = key.shape[1], value.shape[-1]
     most = max(width, out_width)
     scaling = width**-0.5 if scaling is None else scaling
-    query, key, value = (_widened(states, most) for states in (query, key, value))
+    if width != out_width:
+        query, key, value = (pad(states, (0, most - states.shape[-1])) for states in (query, key, value))
     dtype, cap = query.dtype, softcap
     tiling = tiling_of((key_heads, heads // key_heads, most, dtype, cap), query.device, columns.places)
     if position_bias is None:
@@ -157,12 +160,12 @@ def attention(
     query = query.unflatten(1, (key_heads, -1)).transpose(2, 3)  # (batch, key heads, nodes, group, width)
     sinks = None if s_aux is None else s_aux.float().view(key_heads, -1)
     found = []
-    for at, own in texts:
-        keys, values = (_keys_of(states, at) for states in (key, value))
-        seen = _of_text(query[at.row, :, at.nodes], keys, values, own, tiling, scaling, sinks, cap).transpose(0, 1)
-        if out_width < most:
-            seen = seen[..., :out_width]
-        found.append(seen.reshape(-1, heads, out_width))
+    for text, pieces in texts:
+        keys, values = (_keys_of(states, text) for states in (key, value))
+        queries = query[text.row, :, text.nodes]
+        for piece in pieces:
+            seen = _of_piece(queries[:, piece.nodes], keys, values, piece, tiling, scaling, sinks, cap)
+            found.append(seen.transpose(0, 1)[..., :out_width].reshape(-1, heads, out_width))
     return (found[0] if len(found) == 1 else torch.cat(found)).view(batch, nodes, heads, out_width), None
 
 
@@ -173,109 +176,77 @@ def _keys_of(states: Tensor, text: Text) -> Tensor:
     return states if text.keys is ALL else states[:, :, text.keys]
 
 
-def _widened(states: Tensor, width: int) -> Tensor:
-    missing = width - states.shape[-1]
-    return pad(states, (0, missing)) if missing else states
-
-
-def _of_text(
+def _of_piece(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    columns: RowColumns,
+    piece: Piece,
     tiling: Tiling,
     scale: float,
     sinks: Tensor | None,
     cap: float | None,
 ) -> Tensor:
-    """Attend in one text: ``query`` (key heads, nodes, group, width), ``key`` (1, key heads, columns, width)."""
-    parts: list[Part] = []
-    nodes = query.shape[1]
-    if columns.shared_blocks:
-        tiles = tiling.tiles(query)
-        keys, values = (_shared(states, columns, tiling.places) for states in (key, value))
-        for (run, mask), one, other in zip(columns.shared_runs, keys, values, strict=True):
-            queries = tiles if len(run) == 1 else tiles.repeat(len(run), 1, 1, 1)
-            found = attend_block(queries, one, other, mask, scale, cap)
-            parts.append((run, *(states.unflatten(0, (len(run), -1)) for states in found)))
-    tile = tiling.of_one_node(query.transpose(0, 1)) if columns.own_blocks else query
-    for block, column in columns.own_columns(tiling.places):
-        one, other = (
-            states[0].index_select(1, column.flatten()).unflatten(1, column.shape).transpose(0, 1)
-            for states in (key, value)
-        )
-        found = attend_block(tile, one, other, block.mask, scale, cap)
-        # (nodes, key heads, group, width) and (nodes, key heads, group)
-        output, sums = (states[:, :, : tiling.group].transpose(0, 1) for states in found)
-        parts.append(([block], tiling.tiles(output)[None], tiling.tiles(sums[..., None])[None, ..., 0]))
-    if not parts:  # all of it is padding
+    """Attend in a piece: ``query`` (key heads, nodes, group, width), ``key`` (1, key heads, columns, width)."""
+    if not piece.parts:  # all of it is padding
         return torch.zeros_like(query)
-    if len(parts) == 1 and len(parts[0][0]) == 1 and sinks is None:
-        return tiling.nodes(parts[0][1][0], nodes)
-    if sinks is not None:
-        sinks = tiling.tiles(sinks[:, None, :, None].expand(-1, nodes, -1, -1))[..., 0]
-    return tiling.nodes(_together(parts, sinks), nodes)
-
-
-def _shared(states: Tensor, columns: RowColumns, size: int) -> list[Tensor]:
-    """Return the shared blocks of ``states`` (1, key heads, columns, width), (blocks, key heads, places, width).
-
-    There is one tensor for each run of blocks. A last block that is too short is filled up by zeros.
-    """
-    if not isinstance(columns.shared, int):
-        states = states.index_select(2, columns.shared)
-    elif columns.shared:
-        states = states[:, :, columns.shared :]
-    if states.stride(2) != states.shape[3]:
-        states = states.contiguous()
-    found = []
-    for run, mask in columns.shared_runs:
-        first, places = (run[0].number - columns.shared_blocks[0].number) * size, mask.shape[-1]
-        if len(run) > 1:
-            part = states[0, :, first : first + len(run) * size].unflatten(1, (-1, size)).transpose(0, 1)
+    nodes, any_own = query.shape[1], any(part.is_own for part in piece.parts)
+    tiles, found = tiling.tiles(query), []
+    for part in piece.parts:
+        keys, values = (_keys_of_part(states, part) for states in (key, value))
+        if part.is_own:
+            tile = tiling.of_one_node(query.transpose(0, 1))
+            both = attend_part(tile, keys, values, part.mask, scale, cap)
+            found.append([states[:, :, : tiling.group].transpose(0, 1) for states in both])
         else:
-            part = states[:, :, first : first + places]
-            if missing := places - part.shape[2]:
-                part = pad(part, (0, 0, 0, missing))
-        found.append(part)
-    return found
+            both = attend_part(tiles, keys, values, part.mask, scale, cap)
+            found.append([tiling.nodes(states, nodes) for states in both] if any_own else list(both))
+    if len(found) == 1 and sinks is None:
+        seen = found[0][0]
+    else:
+        if sinks is not None:
+            sinks = sinks[:, None].expand(-1, nodes, -1)  # (key heads, nodes, group)
+            sinks = sinks if any_own else tiling.tiles(sinks[..., None])[..., 0]
+        seen = _together(found, sinks)
+    return seen if any_own else tiling.nodes(seen, nodes)
 
 
-# Blocks, their outputs (blocks, tiles, key heads, queries, width), and the logarithms of their sums, of the same shape
-# without width.
-Part = tuple[list[Block], Tensor, Tensor]
+def _keys_of_part(states: Tensor, part: Part) -> Tensor:
+    """Return a part of ``states`` (1, key heads, columns, width): (1 or nodes, key heads, places, width).
 
-
-def _together(parts: list[Part], sinks: Tensor | None) -> Tensor:
-    """Put the outputs of blocks together, weighed by the logarithms of their sums.
-
-    ``sinks``, (tiles, key heads, queries) as these sums, weigh, and add nothing.
-
-    The weights come from a softmax over the blocks, whose kernel adds up a row in the same order however many rows
-    there are. So each block has a place of its own there, and what is left of whole vectors weighs 0.
+    Places beyond the last column are filled up by zeros.
     """
-    numbers = [block.number + 1 for run, _, _ in parts for block in run]
-    outputs, sums = (
-        torch.cat(states) if len(parts) > 1 else states[0] for states in list(zip(*parts, strict=True))[1:]
-    )
-    logs = sums.new_full((*sums.shape[1:], -(-(numbers[-1] + 1) // VECTOR) * VECTOR), float("-inf"))
-    if sinks is not None:
-        logs[..., 0] = sinks
-    is_run = numbers[-1] - numbers[0] == len(numbers) - 1
-    at: Any = slice(numbers[0], numbers[-1] + 1) if is_run else numbers
-    logs[..., at] = sums.movedim(0, -1)
-    weights = logs.softmax(-1)[..., at].movedim(-1, 0)  # (blocks, tiles, key heads, queries), in float32
-    first, *others = (outputs * weights[..., None]).unbind()
+    column = part.columns
+    if isinstance(column, int):
+        places = part.mask.shape[-1]
+        found = states[:, :, column : column + places]
+        if missing := places - found.shape[2]:
+            return pad(found, (0, 0, 0, missing))
+        return found if found.stride(2) == found.shape[3] else found.contiguous()
+    if column.ndim == 1:
+        return states.index_select(2, column)
+    own: Tensor = states[0].index_select(1, column.flatten()).unflatten(1, column.shape)
+    return own.transpose(0, 1)
+
+
+def _together(parts: Sequence[Sequence[Tensor]], sinks: Tensor | None) -> Tensor:
+    """Put outputs (..., width) of late and early keys together, weighed by the logarithms (...) of their sums.
+
+    ``sinks`` (...) weigh, and add nothing.
+    """
+    logs = [sums for _, sums in parts] + ([] if sinks is None else [sinks])
+    # Trials show that a row of this softmax does not depend on the others, and each node has as many parts anywhere.
+    weights = torch.stack(logs, -1).softmax(-1)
+    found, *others = (output * weights[..., part : part + 1] for part, (output, _) in enumerate(parts))
     for other in others:  # each product is rounded before it is added, whatever the processor could do at once
-        first += other
-    return first.to(outputs.dtype)
+        found += other
+    return found.to(parts[0][0].dtype)
 
 
 Shape = tuple[int, int, int, torch.dtype, float | None]  # key heads, queries of each, width, dtype, cap of scores
 
 
 def tiling_of(shape: Shape, device: torch.device, places: int) -> Tiling:
-    """Return in which shapes a kernel attends to blocks of ``places`` keys.
+    """Return in which shapes a kernel attends to keys of which early ones end at a multiple of ``places``.
 
     Errors: an ``ExplainedError`` where a node's bits depend on the others in any shape.
     """
@@ -291,59 +262,72 @@ def tiling_of(shape: Shape, device: torch.device, places: int) -> Tiling:
 @functools.lru_cache(maxsize=256)
 @torch.no_grad()
 def _tried(shape: Shape, device: torch.device, places: int, threads: int) -> Tiling | None:
-    """Try whether a query's bits depend on other ones, on where its keys lie, or on keys that it does not see."""
-    key_heads, group, width, dtype, cap = shape
-    tried = QUERIES if group <= QUERIES[-1] else (*QUERIES, -(-group // QUERIES[-1]) * QUERIES[-1])
-    count, generator = 3 * tried[-1], torch.Generator().manual_seed(0)
+    """Try in which shapes a query's bits depend on nothing else, with late keys and with few and many early ones."""
+    late = late_places(places)
+    trials = [_Trial(shape, device, count) for count in (late, places, MANY)]
+    queries = sorted(set.intersection(*(set(one.queries) for one in trials)))
+    if not queries or queries[-1] < shape[1] or not all(one.agrees(queries) for one in trials):
+        return None
+    return Tiling(shape[1], tuple(queries), late, trials[0].step(queries[0]))
 
-    def drawn(rows: int) -> Tensor:
-        return torch.randn((key_heads, rows, width), generator=generator).to(device, dtype)
 
-    query, *buffers = drawn(count), *(drawn(2 * places + 40)[None, :, 37 : 37 + 2 * places] for _ in range(2))
-    key, value = (buffer[:, :, :places] for buffer in buffers)
-    key_of_two, value_of_two = (buffer[0].unflatten(1, (2, places)).transpose(0, 1) for buffer in buffers)
-    hidden = torch.rand((count, places), generator=generator).to(device) < 0.4
-    # Of two places with the same key, values cancel out. What is left of sums is their rounding, which shows orders.
-    one, other = torch.randperm(places, generator=generator).view(2, -1)
-    key[:, :, other], value[:, :, other], hidden[:, other] = key[:, :, one], -value[:, :, one], hidden[:, one]
-    mask = torch.zeros_like(hidden, dtype=dtype).masked_fill_(hidden, hidden_score(dtype))
+class _Trial:
+    """Attention of random queries to ``places`` random keys: ``queries`` are the numbers of them that agree."""
 
-    def attend(rows: list[int], tiles: int = 1, seen: int = places, copied: int = 0) -> Tensor:
+    def __init__(self, shape: Shape, device: torch.device, places: int) -> None:
+        key_heads, group, width, dtype, self.cap = shape
+        tried = QUERIES if group <= QUERIES[-1] else (*QUERIES, -(-group // QUERIES[-1]) * QUERIES[-1])
+        count, generator = 3 * tried[-1], torch.Generator().manual_seed(0)
+
+        def drawn(rows: int) -> Tensor:
+            return torch.randn((key_heads, rows, width), generator=generator).to(device, dtype)
+
+        self.query, self.places = drawn(count), places
+        # Keys begin anywhere in a cache.
+        self.key, self.value = (drawn(places + 40)[None, :, 37 : 37 + places] for _ in range(2))
+        hidden = torch.rand((count, places), generator=generator).to(device) < 0.4
+        # Of two places with the same key, values cancel out. What is left of sums is their rounding, which shows
+        # orders.
+        one, other = torch.randperm(places, generator=generator).view(2, -1)
+        self.key[:, :, other], self.value[:, :, other] = self.key[:, :, one], -self.value[:, :, one]
+        hidden[:, other] = hidden[:, one]
+        self.mask = torch.zeros_like(hidden, dtype=dtype).masked_fill_(hidden, hidden_score(dtype))
+        self.queries = agreeing(self.attend, count, tried)
+
+    def attend(
+        self, rows: list[int], tiles: int = 1, seen: int | None = None, copied: int = 0, mask: Tensor | None = None
+    ) -> Tensor:
         """Return the bits of some ``rows``, (rows, numbers), in so many ``tiles``."""
-        masks, keys, values = mask[rows].clone(), key[:, :, :seen], value[:, :, :seen]
-        queries = query[:, rows].unflatten(1, (tiles, -1)).transpose(0, 1)
+        keys, values = self.key[:, :, :seen], self.value[:, :, :seen]
+        queries = self.query[:, rows].unflatten(1, (tiles, -1)).transpose(0, 1)
         if copied:
             keys, values = keys.repeat(copied, 1, 1, 1), values.repeat(copied, 1, 1, 1)
-        masks = masks[:, :seen].unflatten(0, (tiles, 1, -1))
-        output, sums = attend_block(queries, keys, values, masks, 0.3, cap)
-        return together(output, sums)
-
-    def attend_with_other_block(rows: list[int]) -> Tensor:
-        """Do as ``attend``, in a call that attends to the next block, too."""
-        masks = mask[rows][None, None].repeat(2, 1, 1, 1)
-        queries = query[:, rows][None].repeat(2, 1, 1, 1)
-        output, sums = attend_block(queries, key_of_two, value_of_two, masks, 0.3, cap)
-        return together(output[:1], sums[:1])
-
-    def together(output: Tensor, sums: Tensor) -> Tensor:
-        bits = torch.cat([output.float(), sums[..., None]], -1)  # (tiles, key heads, queries, width + 1)
+        if mask is None:
+            mask = self.mask[rows].clone()[:, :seen].unflatten(0, (tiles, 1, -1))
+        output, sums = attend_part(queries, keys, values, mask, 0.3, self.cap)
+        both = _together([(output, sums), (queries, sums + queries[..., 0])], None)
+        bits = torch.cat([output.float(), sums[..., None], both.float()], -1)  # (tiles, key heads, queries, numbers)
         return bits.transpose(1, 2).flatten(0, 1).flatten(1)
 
-    queries = agreeing(attend, count, tried)
-    if not queries or queries[-1] < group:
-        return None
-    rows, some = list(range(3 * queries[-1])), list(range(queries[0]))
-    wanted = torch.cat([attend(rows[first : first + queries[-1]]) for first in rows[:: queries[-1]]])
-    ways = [(attend(rows, tiles=3), rows), (attend(rows, tiles=3, copied=3), rows), (attend(some, copied=1), some)]
-    ways += [(attend_with_other_block(rows[: queries[-1]]), rows[: queries[-1]])]
-    if not all(torch.equal(found, wanted[of]) for found, of in ways):
-        return None
-    step = STEP
-    for seen in reversed(range(STEP, places, STEP)):
-        mask[:, seen:] = hidden_score(dtype)
-        if not torch.equal(attend(some, seen=seen), attend(some)):
-            step = places
-    return Tiling(group, queries, places, step)
+    def agrees(self, queries: Sequence[int]) -> bool:
+        """Tell whether bits depend on other tiles, on where keys lie, or on how a mask that hides nothing is given."""
+        rows, some = list(range(3 * queries[-1])), list(range(queries[0]))
+        wanted = torch.cat([self.attend(rows[first : first + queries[-1]]) for first in rows[:: queries[-1]]])
+        ways = [(self.attend(rows, tiles=3), rows), (self.attend(rows, tiles=3, copied=3), rows)]
+        ways.append((self.attend(some, copied=1), some))
+        nothing = torch.zeros_like(self.mask[some])
+        masks = (nothing[None, None], nothing[None, None, :1])
+        one, other = (self.attend(some, mask=mask) for mask in masks)
+        return torch.equal(one, other) and all(torch.equal(found, wanted[of]) for found, of in ways)
+
+    def step(self, queries: int) -> int:
+        """Return of how many places each multiple does, where none beyond it are seen."""
+        step, some = STEP, list(range(queries))
+        for seen in reversed(range(STEP, self.places, STEP)):
+            self.mask[:, seen:] = hidden_score(self.mask.dtype)
+            if not torch.equal(self.attend(some, seen=seen), self.attend(some)):
+                step = self.places
+        return step
 
 
 def register_attention() -> None:

@@ -17,7 +17,7 @@ from ..scoring.factory import runner_for
 from ..scoring.hooks import hooked
 from ..scoring.plain import difference, new_cache, position_limit, prompt_kwargs
 from ..scoring.prompts import tokens_for
-from .columns import places_of_block, short_blocks
+from .columns import places_of_parts, short_parts
 from .sources import encoded, read_text
 
 APART = 0.3  # of the spread of logits, what rounding cannot do to half of the tokens
@@ -36,12 +36,12 @@ def check_bits(model: Any) -> Tensor:
 
     The ways are: token by token, in blocks, at once, in a batch with padding, and as a path of a tree. A source of an
     encoder-decoder model is read alone, and in a batch with padding. The error names the first module that computes
-    other bits. For that a short text, in short blocks of keys, does as well as a long one. A text that is longer than
-    a usual block is read token by token, and in one block.
+    other bits. For that a short text with few late keys does as well as a long one. A text with as many late keys as
+    usual is read token by token, and in one block.
 
     The result are the logits of the long text's last tokens, (tokens, vocabulary).
     """
-    with short_blocks():
+    with short_parts():
         ids = _text_for(model)
         _compare(model, ids, _ways(model, ids))
     ids = _text_for(model)
@@ -68,8 +68,8 @@ def check_close(model: Any, found: Tensor, outside: Tensor) -> None:
 
 
 def _length() -> int:
-    """Return the length of a text whose last tokens see two blocks of keys."""
-    return places_of_block() + LAST + 2
+    """Return the length of a text of whose last tokens some have early keys and some have none."""
+    return places_of_parts() * 3 // 2 + LAST // 2 + 1
 
 
 def _text_for(model: Any) -> Tensor:

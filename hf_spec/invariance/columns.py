@@ -1,8 +1,11 @@
 """Where the keys that a node sees lie in its own text: the same places in any batch, block, tree and cache.
 
 In a cache, a key's column depends on the padding of its row, on the window of its layer, and on the tree that its node
-belongs to. Its *place* is its position in the text of its row, without masked tokens. Attention adds up keys in blocks
-of places, so that it adds up the same numbers in the same order wherever they lie.
+belongs to. Its *place* is its position in the text of its row, without masked tokens.
+
+A node's keys are in two parts. The late ones begin at a multiple of ``PLACES``, and are half as many or more. The
+early ones are all before them. So the keys that a node sees decide which of them are in which part, and nothing else.
+Draft nodes of a tree share their early keys, unless it is deeper than that.
 """
 
 from __future__ import annotations
@@ -26,8 +29,13 @@ from ..scoring.trials import ExplainedError
 
 NAME = "hf_spec_invariant"  # of the attention in transformers' lists of attention and mask functions
 COLUMNS = "_hf_spec_columns"  # the attribute of a mask that holds its ``Columns``
-PLACES, SHORT = 128, 16  # of a block of keys, usually and in ``short_blocks``
+# Early keys end at a multiple of so many places, usually and in `short_parts`.
+PLACES, SHORT = 64, 16
 NODES = 256  # of a text that are attended to at once, at most
+STEP = 16  # late keys are a multiple of this
+COPIED = 32_768  # early keys that are copied for nodes of deep trees at once
+
+NO_PLACE = torch.iinfo(torch.long).max
 
 _places: ContextVar[int | None] = ContextVar("places", default=None)
 
@@ -36,29 +44,31 @@ _places: ContextVar[int | None] = ContextVar("places", default=None)
 class Tiling:
     """The shapes in which the kernel of attention runs, so that a query's bits do not depend on what runs with it.
 
-    Each node has ``group`` queries for a key head. A call computes so many queries as one of ``queries`` says, and
-    keys of a block of ``places``, or of its first ones: a multiple of ``step``.
+    Each node has ``group`` queries for a key head. A call computes so many queries as one of ``queries`` says. It
+    attends to early keys as they are, and to a multiple of ``step`` late ones, at most ``late``.
     """
 
     group: int
     queries: tuple[int, ...]
-    places: int
+    late: int
     step: int
 
     def tiles(self, states: Tensor) -> Tensor:
         """Turn ``states`` (heads, nodes, group, width) into tiles of queries: (tiles, heads, queries, width)."""
-        rows = states.flatten(1, 2)
-        count = rows.shape[1]
+        heads, nodes, group, width = states.shape
+        count = nodes * group
         size = next((size for size in self.queries if size >= count), self.queries[-1])
         if missing := -count % size:
-            rows = pad(rows, (0, 0, 0, missing))
+            rows = states.new_zeros((heads, count + missing, width))
+            rows[:, :count].view(states.shape).copy_(states)
+        else:
+            rows = states.flatten(1, 2)
         return rows[None] if count <= size else rows.unflatten(1, (-1, size)).transpose(0, 1)
 
     def nodes(self, tiles: Tensor, count: int) -> Tensor:
-        """Undo ``tiles`` for so many nodes."""
+        """Undo ``tiles`` for so many nodes; also of (tiles, heads, queries)."""
         rows = tiles[0] if len(tiles) == 1 else tiles.transpose(0, 1).flatten(1, 2)
-        nodes: Tensor = rows.narrow(1, 0, count * self.group).unflatten(1, (count, self.group))
-        return nodes
+        return rows[:, : count * self.group].view(len(rows), count, self.group, *rows.shape[2:])
 
     def of_one_node(self, states: Tensor) -> Tensor:
         """Turn ``states`` (nodes, heads, group, width) into a tile for each node."""
@@ -67,75 +77,47 @@ class Tiling:
 
 
 @dataclass(frozen=True)
-class Block:
-    """One block of places, as the nodes of a text see it: ``mask`` (tiles, 1, queries, places) is added to scores.
+class Part:
+    """Early or late keys, as some nodes of a text see them: ``mask`` is added to their scores.
 
-    Where each node has keys of its own, it is a tile. With biases there is a mask for each key head.
+    ``columns`` are those at the places of the part: the first of columns that lie one after the other, or (places,),
+    or (nodes, places) where each node has its own. Places without a key have any. The mask is (tiles, 1, queries,
+    places), with a tile for each node that has its own keys. With biases there is a mask for each key head. One of
+    (1, 1, 1, places) hides nothing.
     """
 
-    number: int
+    columns: Tensor | int
     mask: Tensor
+
+    @property
+    def is_own(self) -> bool:
+        """Tell whether each node has its own keys."""
+        return isinstance(self.columns, Tensor) and self.columns.ndim > 1
+
+    def with_bias(self, bias: Tensor, tiling: Tiling) -> Part:
+        """Add ``bias`` (nodes, key heads, group, columns) to the mask."""
+        column = self.columns
+        if self.is_own:
+            assert isinstance(column, Tensor)
+            added = tiling.of_one_node(bias.gather(-1, column[:, None, None].expand(*bias.shape[:3], -1)))
+        else:
+            if isinstance(column, int):
+                column = column + torch.arange(self.mask.shape[-1], device=bias.device)
+            of_nodes = bias.index_select(-1, column.clamp(max=bias.shape[-1] - 1))
+            added = tiling.tiles(of_nodes.transpose(0, 1))
+        # Where nodes see no key the lowest number stays, which a sum could turn into -inf.
+        return dataclasses.replace(self, mask=torch.where(self.mask == 0, added.to(self.mask.dtype), self.mask))
 
 
 @dataclass(frozen=True)
-class RowColumns:
-    """The keys of one text: blocks that its nodes share, and those in which each node has keys of its own.
+class Piece:
+    """Nodes of a text whose late keys begin at the same place: their late ``parts``, and early ones if they have any.
 
-    ``shared`` (places,) and ``own`` (nodes, places) are the columns at the places of the blocks, of which empty ones
-    have any. Where shared columns lie one after the other, ``shared`` is the first of them.
+    Nodes that see nothing have none.
     """
 
-    shared: Tensor | int
-    shared_blocks: list[Block]
-    own: Tensor
-    own_blocks: list[Block]
-
-    def with_bias(self, bias: Tensor, tiling: Tiling) -> RowColumns:
-        """Add ``bias`` (nodes, key heads, group, columns) to the masks."""
-        shared, own, size = [], [], tiling.places
-        places = torch.arange(size, device=bias.device)
-        for block in self.shared_blocks:
-            at = places[: block.mask.shape[-1]] + (block.number - self.shared_blocks[0].number) * size
-            column = at + self.shared if isinstance(self.shared, int) else self.shared[at]
-            of_nodes = bias.index_select(-1, column.clamp(max=bias.shape[-1] - 1))
-            shared.append(_biased(block, tiling.tiles(of_nodes.transpose(0, 1))))
-        for block, column in self.own_columns(size):
-            index = column[:, None, None].expand(*bias.shape[:3], -1)
-            own.append(_biased(block, tiling.of_one_node(bias.gather(-1, index))))
-        return dataclasses.replace(self, shared_blocks=shared, own_blocks=own)
-
-    @functools.cached_property
-    def shared_runs(self) -> list[tuple[list[Block], Tensor]]:
-        """Group the shared blocks that the kernel attends to at once, and join their masks along the tiles.
-
-        Those are whole blocks one after the other whose nodes are one tile. The last block of all may be part of one.
-        """
-        runs: list[list[Block]] = []
-        for at, block in enumerate(self.shared_blocks):
-            is_last = at + 1 == len(self.shared_blocks) and not self.own_blocks
-            before = runs[-1][-1] if runs else None
-            if (
-                before is not None
-                and len(block.mask) == 1
-                and block.number == before.number + 1
-                and block.mask.shape == before.mask.shape
-                and not is_last
-            ):
-                runs[-1].append(block)
-            else:
-                runs.append([block])
-        return [(run, torch.cat([block.mask for block in run]) if len(run) > 1 else run[0].mask) for run in runs]
-
-    def own_columns(self, size: int) -> Iterator[tuple[Block, Tensor]]:
-        """Yield each block of ``size`` places in which nodes have keys of their own, and its columns."""
-        for block in self.own_blocks:
-            place = (block.number - self.own_blocks[0].number) * size
-            yield block, self.own[:, place : place + block.mask.shape[-1]]
-
-
-def _biased(block: Block, bias: Tensor) -> Block:
-    """Put ``bias`` where nodes see a key. Elsewhere the lowest number stays, which a sum could turn into -inf."""
-    return dataclasses.replace(block, mask=torch.where(block.mask == 0, bias.to(block.mask.dtype), block.mask))
+    nodes: slice
+    parts: tuple[Part, ...]
 
 
 ALL = slice(None)
@@ -163,37 +145,59 @@ class Text:
         own = self.place.masked_fill(~self.visible, 0).amax(1, keepdim=True)  # of each node: the last that it sees
         return bias.to(own.device)[:, None, None] * (self.place - own)
 
-    def in_pieces(self) -> list[Text]:
-        """Cut a long text into pieces of ``NODES`` nodes, which compute no blocks that only later ones see."""
-        count, first = len(self.visible), self.nodes.start or 0
-        if count <= NODES:
-            return [self]
-        parts = [slice(begin, min(begin + NODES, count)) for begin in range(0, count, NODES)]
-        return [
-            dataclasses.replace(self, visible=self.visible[part], nodes=slice(first + part.start, first + part.stop))
-            for part in parts
-        ]
+    def pieces(self, tiling: Tiling, dtype: torch.dtype, places: int) -> list[Piece]:
+        """Cut the nodes where another ``places`` begin, and sort their keys into parts; masks are of ``dtype``."""
+        last = self.place.masked_fill(~self.visible, -1).amax(1)  # (nodes,), -1 where a node sees nothing
+        first = self.place.masked_fill(~self.visible, NO_PLACE).amin(1)
+        late = (last - places // 2).clamp(min=0) // places * places
+        early = torch.minimum(first // places * places, late)
+        order, found, begin = self._column_of_first_place(), [], 0
+        bounds = torch.stack([early, late, last]).T.tolist()  # waits for a device
+        for (early_place, late_place), some in itertools.groupby(bounds, key=lambda bound: bound[:2]):
+            ends = [end for _, _, end in some]
+            for at in range(0, len(ends), size := self._nodes_at_once(early_place, late_place)):
+                count, end = min(size, len(ends) - at), max(ends[at : at + size])
+                nodes = slice(begin + at, begin + at + count)
+                width = min(-(-(end + 1 - late_place) // tiling.step) * tiling.step, tiling.late)
+                sides = [(late_place, late_place + width)] if end >= 0 else []
+                sides += [(early_place, late_place)] if early_place < late_place else []
+                found.append(Piece(nodes, tuple(self._part(nodes, *side, order, tiling, dtype) for side in sides)))
+            begin += len(ends)
+        return found
 
-    def columns(self, tiling: Tiling, dtype: torch.dtype) -> RowColumns:
-        """Sort the keys into blocks; masks are of ``dtype``."""
-        visible, place, size = self.visible, self.place, tiling.places
-        if not visible.any():  # a piece of a prompt that is all padding in this row
-            return RowColumns(0, [], place[:0], [])
-        places = place[visible.any(0)]
-        begin, end = int(places.min()) // size, int(places.max()) // size + 1  # in blocks
-        split = end if self.split is None else min(end, max(begin, self.split // size))
-        is_shared = place < split * size
-        shared, filled = _by_place(visible & is_shared, place, begin * size, split * size)
-        own, own_filled = _by_place(visible & ~is_shared, place, split * size, end * size)
-        known = (visible.any(0) & is_shared).nonzero()[:, 0]
-        first = known[0] - place[known[0]] + begin * size if len(known) else place.new_zeros(())
-        in_order = first >= 0 and torch.equal(known - first, place[known] - begin * size)
-        return RowColumns(
-            int(first) if in_order else shared[len(visible)],
-            _blocks(filled, begin, tiling, dtype, shared=True),
-            own[: len(visible)],
-            _blocks(own_filled, split, tiling, dtype, shared=False),
-        )
+    def _nodes_at_once(self, early: int, late: int) -> int:
+        if self.split is None or late <= self.split:
+            return NODES
+        return max(1, COPIED // max(1, late - early))
+
+    def _column_of_first_place(self) -> int | None:
+        """Return the column where place 0 is or would be; ``None`` where columns are not in the order of places."""
+        known = self.visible.any(0)
+        if self.split is not None:
+            known = known & (self.place < self.split)
+        column = known.nonzero()[:, 0]
+        if not len(column):
+            return None
+        offset = column - self.place[column]
+        return int(offset[0]) if bool((offset == offset[0]).all()) else None
+
+    def _part(self, nodes: slice, begin: int, end: int, order: int | None, tiling: Tiling, dtype: torch.dtype) -> Part:
+        """Return the keys from place ``begin`` to ``end`` of some nodes."""
+        visible = self.visible[nodes]
+        columns: Tensor | int
+        is_own = self.split is not None and end > self.split
+        if is_own or order is None or order + begin < 0:
+            columns, filled = _by_place(visible & (self.place >= begin) & (self.place < end), self.place, begin, end)
+            columns = columns[:-1] if is_own else columns[-1]
+        else:
+            columns, filled = order + begin, visible[:, order + begin : order + end]
+            filled = pad(filled, (0, end - begin - filled.shape[1]))
+        if not is_own and bool(filled.all()):
+            return Part(columns, torch.zeros((1, 1, 1, end - begin), dtype=dtype, device=visible.device))
+        mask = torch.zeros_like(filled, dtype=dtype).masked_fill_(~filled, hidden_score(dtype))
+        if is_own:
+            return Part(columns, mask[:, None, None])
+        return Part(columns, tiling.tiles(mask[None, :, None].expand(-1, -1, tiling.group, -1)))
 
 
 class Columns:
@@ -203,26 +207,28 @@ class Columns:
     """
 
     def __init__(self, texts: Sequence[Text]) -> None:
-        self._texts = [piece for text in texts for piece in text.in_pieces()]
-        self.places = places_of_block()
-        self._found: dict[tuple[Tiling, torch.dtype], list[tuple[Text, RowColumns]]] = {}
-        self._with_bias: tuple[Tensor, Tiling, list[tuple[Text, RowColumns]]] | None = None  # the last, for all layers
+        self._texts = texts
+        self.places = places_of_parts()
+        self._found: dict[tuple[Tiling, torch.dtype], list[tuple[Text, list[Piece]]]] = {}
+        self._with_bias: tuple[Tensor, Tiling, list[tuple[Text, list[Piece]]]] | None = (
+            None  # the last, for all layers
+        )
 
-    def of_texts(self, tiling: Tiling, dtype: torch.dtype) -> list[tuple[Text, RowColumns]]:
-        """Return the columns of each text; masks are of ``dtype``."""
+    def of_texts(self, tiling: Tiling, dtype: torch.dtype) -> list[tuple[Text, list[Piece]]]:
+        """Return the pieces of each text; masks are of ``dtype``."""
         found = self._found.get((tiling, dtype))
         if found is None:
-            columns: dict[tuple[int, int], RowColumns] = {}  # of texts that see the same
+            pieces: dict[tuple[int, int], list[Piece]] = {}  # of texts that see the same
             for text in self._texts:
-                if (key := (id(text.visible), id(text.place))) not in columns:
-                    columns[key] = text.columns(tiling, dtype)
-            found = [(text, columns[id(text.visible), id(text.place)]) for text in self._texts]
+                if (key := (id(text.visible), id(text.place))) not in pieces:
+                    pieces[key] = text.pieces(tiling, dtype, self.places)
+            found = [(text, pieces[id(text.visible), id(text.place)]) for text in self._texts]
             self._found[tiling, dtype] = found
         return found
 
     def with_bias(
         self, bias: Tensor, key_heads: int, tiling: Tiling, dtype: torch.dtype
-    ) -> list[tuple[Text, RowColumns]]:
+    ) -> list[tuple[Text, list[Piece]]]:
         """Do as ``of_texts``, and add ``bias`` to the masks.
 
         It is (batch or 1, heads, nodes, columns), or (heads,): by how much a key counts less for each place that it is
@@ -232,21 +238,30 @@ class Columns:
             if bias.requires_grad and torch.is_grad_enabled():
                 raise ExplainedError("position biases have no gradients in hf_spec.invariant; use torch.no_grad()")
             found = []
-            for text, row in self.of_texts(tiling, dtype):
+            for text, pieces in self.of_texts(tiling, dtype):
                 by_node = text.bias_of(bias).unflatten(0, (key_heads, -1)).permute(2, 0, 1, 3)
-                found.append((text, row.with_bias(by_node, tiling)))
+                biased = [
+                    Piece(one.nodes, tuple(part.with_bias(by_node[one.nodes], tiling) for part in one.parts))
+                    for one in pieces
+                ]
+                found.append((text, biased))
             self._with_bias = bias, tiling, found
         return self._with_bias[2]
 
 
-def places_of_block() -> int:
-    """Return how many places a block of keys has: fewer while this thread is in ``short_blocks``."""
+def places_of_parts() -> int:
+    """Return of how many places early keys end at a multiple: of fewer while this thread is in ``short_parts``."""
     return _places.get() or PLACES
 
 
+def late_places(places: int) -> int:
+    """Return how many late keys a node has at most."""
+    return -(-(places + places // 2) // STEP) * STEP
+
+
 @contextlib.contextmanager
-def short_blocks() -> Iterator[None]:
-    """Let forwards of this thread have blocks of few places, so that short texts have several."""
+def short_parts() -> Iterator[None]:
+    """Let forwards of this thread have few late keys, so that short texts have early ones."""
     token = _places.set(SHORT)
     try:
         yield
@@ -256,15 +271,14 @@ def short_blocks() -> Iterator[None]:
 
 def columns_of_all(batch: int, nodes: int, keys: int, device: torch.device) -> Columns:
     """Return the columns of nodes that all see all ``keys``, where there is no mask."""
-    return _columns_of_all(batch, nodes, keys, device, places_of_block())
+    return _columns_of_all(batch, nodes, keys, device, places_of_parts())
 
 
 @functools.lru_cache(maxsize=8)
 def _columns_of_all(batch: int, nodes: int, keys: int, device: torch.device, places: int) -> Columns:
     visible = torch.ones((nodes, keys), dtype=torch.bool, device=device)
     place = torch.arange(keys, device=device)
-    pieces = Text(0, visible, place).in_pieces()
-    return Columns([dataclasses.replace(piece, row=row) for row in range(batch) for piece in pieces])
+    return Columns([Text(row, visible, place) for row in range(batch)])
 
 
 def _by_place(visible: Tensor, place: Tensor, first: int, end: int) -> tuple[Tensor, Tensor]:
@@ -288,23 +302,6 @@ def hidden_score(dtype: torch.dtype) -> float:
     It is half of the least number: kernels multiply scores, and a row of which all is infinite has no sum.
     """
     return torch.finfo(dtype).min / 2
-
-
-def _blocks(filled: Tensor, begin: int, tiling: Tiling, dtype: torch.dtype, shared: bool) -> list[Block]:
-    """Cut ``filled`` (nodes, places) into blocks, the first of them number ``begin``, and leave out empty ones.
-
-    The last places of a block are left out if they are empty. Keys are ``shared`` by the nodes, or each one's own.
-    """
-    size = tiling.places
-    if not filled.shape[1]:
-        return []
-    mask = torch.zeros_like(filled, dtype=dtype).masked_fill_(~filled, hidden_score(dtype))
-    of_queries = mask[None, :, None].expand(-1, -1, tiling.group, -1)
-    mask = tiling.tiles(of_queries) if shared else mask[:, None, None]
-    ends = torch.arange(1, size + 1, device=filled.device) * filled.any(0).view(-1, size)  # 0 where nothing is
-    used = [-(-end // tiling.step) * tiling.step for end in ends.amax(1).tolist()]
-    parts = zip(itertools.count(begin), mask.split(size, -1), used, strict=False)
-    return [Block(number, part[..., :count]) for number, part, count in parts if count]
 
 
 def mask_with_columns(

@@ -8,7 +8,7 @@ import pytest
 import torch
 from architectures import build
 from batches import batching, flawed, greedy, prompts_of, serve
-from test_invariance import short_blocks as short_blocks
+from test_invariance import short_parts as short_parts
 from transformers import PreTrainedModel
 from twins import CHAIN, TREE, noisy
 

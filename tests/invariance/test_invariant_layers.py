@@ -11,7 +11,7 @@ from architectures import build, prompts
 from pairs import each_value, usual
 from peft import LoraConfig, get_peft_model
 from test_invariance import DTYPES, OPTIONS, alone_differs, compare, row_of, same_bits, target
-from test_invariance import short_blocks as short_blocks
+from test_invariance import short_parts as short_parts
 from test_quantized import bitsandbytes, dynamic, torchao
 from torch import Tensor, nn
 from transformers.models.falcon.modeling_falcon import FalconLinear

@@ -12,7 +12,7 @@ from pairs import pairwise
 from peft import LoraConfig, get_peft_model
 from speech import sound, whisper
 from test_invariance import DTYPES, OPTIONS, alone_differs, text_parts
-from test_invariance import short_blocks as short_blocks
+from test_invariance import short_parts as short_parts
 from torch import Tensor
 from transformers import PreTrainedModel
 from twins import SHAPES, Oracle, noisy
@@ -158,8 +158,9 @@ def test_sources_that_all_see_the_same_share_their_columns() -> None:
     tiling = columns.Tiling(3, (8, 16), 32, 16)
     found = columns.columns_of_all(3, 2, 40, torch.device("cpu")).of_texts(tiling, torch.float32)
     assert [text.row for text, _ in found] == [0, 1, 2]
-    assert all(row is found[0][1] for _, row in found)
-    assert [block.mask.shape[-1] for block in found[0][1].shared_blocks] == [32, 16]
+    assert all(pieces is found[0][1] for _, pieces in found)
+    (piece,) = found[0][1]
+    assert [(part.columns, part.mask.shape[-1]) for part in piece.parts] == [(16, 32), (0, 16)]
 
 
 # -- what is refused, and mistakes that must be found -----------------------------------------------------------------
