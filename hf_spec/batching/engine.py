@@ -43,6 +43,7 @@ from ..invariance.mode import Invariance, invariance_of
 from ..metrics import SpeculationStats
 from ..versions import FullAttentionCacheAllocator, SlidingAttentionCacheAllocator, stream_context
 from .drafting import RequestProposal, join_proposals
+from .prompts import check_prompt
 from .scheduling import SCHEDULERS, SpeculativeIOs, SpeculativeScheduler
 from .speculation import Emitted, Scored, Speculation
 
@@ -95,6 +96,15 @@ class SpeculativeManager(ContinuousBatchingManager):
                 _Ring.take_over(cast(SlidingAttentionCacheAllocator, sliding), self.speculation.max_draft_tokens)
         self.speculation.keep({})
         return made
+
+    def add_request(self, input_ids: Any, *args: Any, **kwargs: Any) -> str | None:
+        """Add a request as transformers does, after a check of its prompt: a bad one would end all others' texts.
+
+        Errors: those of ``check_prompt``.
+        """
+        prompt = input_ids.tolist() if hasattr(input_ids, "tolist") else input_ids
+        check_prompt(self.model, prompt)
+        return super().add_request(prompt, *args, **kwargs)
 
     def switch_to_cb_friendly_attn(self, model: Any, auto_switch_to_flash: bool = True) -> None:
         """Keep the attention of ``hf_spec.invariant``; else do as transformers does."""

@@ -24,14 +24,11 @@ from transformers.modeling_utils import AttentionInterface
 
 from ..scoring.trials import ExplainedError
 from .columns import (
-    ALL,
     COLUMNS,
     NAME,
     STEP,
     Columns,
-    Part,
     Piece,
-    Text,
     Tiling,
     columns_of_all,
     hidden_score,
@@ -49,6 +46,8 @@ KERNELS = {
     "cuda": "_scaled_dot_product_efficient_attention",
 }
 MANY = 640  # early keys that are tried: more than kernels look at in one go
+# Bytes of early keys of a text that are copied in less time than a call for each text takes, and on an accelerator.
+COPIED, MOST_COPIED = 400_000, 64 << 20
 AT_ONCE = 16  # tiles, where they are not attended to by such a kernel
 REFUSED = ("cache", "indices", "block_indices", "sinks")  # arguments of attention that the kernel knows nothing of
 
@@ -154,26 +153,16 @@ def attention(
     dtype, cap = query.dtype, softcap
     tiling = tiling_of((key_heads, heads // key_heads, most, dtype, cap), query.device, columns.places)
     if position_bias is None:
-        texts = columns.of_texts(tiling, dtype)
+        pieces = columns.pieces(tiling, dtype)
     else:
-        texts = columns.with_bias(position_bias, key_heads, tiling, dtype)
+        pieces = columns.with_bias(position_bias, key_heads, tiling, dtype)
     query = query.unflatten(1, (key_heads, -1)).transpose(2, 3)  # (batch, key heads, nodes, group, width)
     sinks = None if s_aux is None else s_aux.float().view(key_heads, -1)
     found = []
-    for text, pieces in texts:
-        keys, values = (_keys_of(states, text) for states in (key, value))
-        queries = query[text.row, :, text.nodes]
-        for piece in pieces:
-            seen = _of_piece(queries[:, piece.nodes], keys, values, piece, tiling, scaling, sinks, cap)
-            found.append(seen.transpose(0, 1)[..., :out_width].reshape(-1, heads, out_width))
+    for piece in pieces:
+        seen = _of_piece(piece.queries(query), key, value, piece, tiling, scaling, sinks, cap)
+        found.append(seen.transpose(1, 2)[..., :out_width].reshape(-1, heads, out_width))
     return (found[0] if len(found) == 1 else torch.cat(found)).view(batch, nodes, heads, out_width), None
-
-
-def _keys_of(states: Tensor, text: Text) -> Tensor:
-    """Return the part of ``states`` (batch, key heads, columns, width) that is a text's, (1, key heads, ...)."""
-    if len(states) > 1:
-        states = states[text.row : text.row + 1]
-    return states if text.keys is ALL else states[:, :, text.keys]
 
 
 def _of_piece(
@@ -186,46 +175,32 @@ def _of_piece(
     sinks: Tensor | None,
     cap: float | None,
 ) -> Tensor:
-    """Attend in a piece: ``query`` (key heads, nodes, group, width), ``key`` (1, key heads, columns, width)."""
+    """Attend in a piece: ``query`` and result (texts, key heads, nodes, group, width).
+
+    ``key`` is (batch, key heads, columns, width).
+    """
     if not piece.parts:  # all of it is padding
         return torch.zeros_like(query)
-    nodes, any_own = query.shape[1], any(part.is_own for part in piece.parts)
-    tiles, found = tiling.tiles(query), []
-    for part in piece.parts:
-        keys, values = (_keys_of_part(states, part) for states in (key, value))
-        if part.is_own:
-            tile = tiling.of_one_node(query.transpose(0, 1))
-            both = attend_part(tile, keys, values, part.mask, scale, cap)
-            found.append([states[:, :, : tiling.group].transpose(0, 1) for states in both])
-        else:
-            both = attend_part(tiles, keys, values, part.mask, scale, cap)
-            found.append([tiling.nodes(states, nodes) for states in both] if any_own else list(both))
+    texts, _, nodes, *_ = query.shape
+    owns, found = [part.is_own for part in piece.parts], []
+    tiles = None if all(owns) else tiling.tiles(query)
+    for part, is_own in zip(piece.parts, owns, strict=True):
+        keys, values = (piece.keys(states, part) for states in (key, value))
+        queries = tiling.of_each_node(query) if is_own or tiles is None else tiles
+        both: Sequence[Tensor] = attend_part(queries, keys, values, part.mask, scale, cap)
+        if is_own:
+            both = [states[:, :, : tiling.group].unflatten(0, (texts, nodes)).transpose(1, 2) for states in both]
+        elif any(owns):
+            both = [tiling.nodes(states, texts, nodes) for states in both]
+        found.append(both)
     if len(found) == 1 and sinks is None:
         seen = found[0][0]
     else:
         if sinks is not None:
-            sinks = sinks[:, None].expand(-1, nodes, -1)  # (key heads, nodes, group)
-            sinks = sinks if any_own else tiling.tiles(sinks[..., None])[..., 0]
+            sinks = sinks[:, None].expand(texts, -1, nodes, -1)  # (texts, key heads, nodes, group)
+            sinks = sinks if any(owns) else tiling.tiles(sinks[..., None])[..., 0]
         seen = _together(found, sinks)
-    return seen if any_own else tiling.nodes(seen, nodes)
-
-
-def _keys_of_part(states: Tensor, part: Part) -> Tensor:
-    """Return a part of ``states`` (1, key heads, columns, width): (1 or nodes, key heads, places, width).
-
-    Places beyond the last column are filled up by zeros.
-    """
-    column = part.columns
-    if isinstance(column, int):
-        places = part.mask.shape[-1]
-        found = states[:, :, column : column + places]
-        if missing := places - found.shape[2]:
-            return pad(found, (0, 0, 0, missing))
-        return found if found.stride(2) == found.shape[3] else found.contiguous()
-    if column.ndim == 1:
-        return states.index_select(2, column)
-    own: Tensor = states[0].index_select(1, column.flatten()).unflatten(1, column.shape)
-    return own.transpose(0, 1)
+    return seen if any(owns) else tiling.nodes(seen, texts, nodes)
 
 
 def _together(parts: Sequence[Sequence[Tensor]], sinks: Tensor | None) -> Tensor:
@@ -268,7 +243,9 @@ def _tried(shape: Shape, device: torch.device, places: int, threads: int) -> Til
     queries = sorted(set.intersection(*(set(one.queries) for one in trials)))
     if not queries or queries[-1] < shape[1] or not all(one.agrees(queries) for one in trials):
         return None
-    return Tiling(shape[1], tuple(queries), late, trials[0].step(queries[0]))
+    copies = COPIED if device.type == "cpu" else MOST_COPIED
+    copies //= shape[0] * shape[2] * shape[3].itemsize
+    return Tiling(shape[1], tuple(queries), late, trials[0].step(queries[0]), copies)
 
 
 class _Trial:
@@ -321,7 +298,7 @@ class _Trial:
         return torch.equal(one, other) and all(torch.equal(found, wanted[of]) for found, of in ways)
 
     def step(self, queries: int) -> int:
-        """Return of how many places each multiple does, where none beyond it are seen."""
+        """Return of how many places each multiple does, where none beyond it are seen; ends the trial."""
         step, some = STEP, list(range(queries))
         for seen in reversed(range(STEP, self.places, STEP)):
             self.mask[:, seen:] = hidden_score(self.mask.dtype)

@@ -5,7 +5,7 @@ belongs to. Its *place* is its position in the text of its row, without masked t
 
 A node's keys are in two parts. The late ones begin at a multiple of ``PLACES``, and are half as many or more. The
 early ones are all before them. So the keys that a node sees decide which of them are in which part, and nothing else.
-Draft nodes of a tree share their early keys, unless it is deeper than that.
+Draft nodes of a tree share their early keys, unless the tree is deeper than ``PLACES // 2``.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ COLUMNS = "_hf_spec_columns"  # the attribute of a mask that holds its ``Columns
 PLACES, SHORT = 64, 16
 NODES = 256  # of a text that are attended to at once, at most
 STEP = 16  # late keys are a multiple of this
-COPIED = 32_768  # early keys that are copied for nodes of deep trees at once
+COPIED = 32_768  # early keys that are copied at once for nodes of deep trees
+ONE_CALL = ([False], [True], [False, False], [True, False])  # whether late and early keys are each node's own
 
 NO_PLACE = torch.iinfo(torch.long).max
 
@@ -45,79 +46,156 @@ class Tiling:
     """The shapes in which the kernel of attention runs, so that a query's bits do not depend on what runs with it.
 
     Each node has ``group`` queries for a key head. A call computes so many queries as one of ``queries`` says. It
-    attends to early keys as they are, and to a multiple of ``step`` late ones, at most ``late``.
+    attends to a multiple of ``step`` late keys, at most ``late``. Copying at most ``copies`` early keys of each text
+    costs less than a call for each of them.
     """
 
     group: int
     queries: tuple[int, ...]
     late: int
     step: int
+    copies: int
 
     def tiles(self, states: Tensor) -> Tensor:
-        """Turn ``states`` (heads, nodes, group, width) into tiles of queries: (tiles, heads, queries, width)."""
-        heads, nodes, group, width = states.shape
+        """Turn ``states`` (texts, heads, nodes, group, width) into tiles of queries: (tiles, heads, queries, width).
+
+        Each of several texts is one tile.
+        """
+        texts, heads, nodes, group, width = states.shape
         count = nodes * group
         size = next((size for size in self.queries if size >= count), self.queries[-1])
         if missing := -count % size:
-            rows = states.new_zeros((heads, count + missing, width))
-            rows[:, :count].view(states.shape).copy_(states)
+            rows = states.new_zeros((texts, heads, count + missing, width))
+            rows[:, :, :count].view(states.shape).copy_(states)
         else:
-            rows = states.flatten(1, 2)
-        return rows[None] if count <= size else rows.unflatten(1, (-1, size)).transpose(0, 1)
+            rows = states.flatten(2, 3)
+        return rows if count <= size else rows[0].unflatten(1, (-1, size)).transpose(0, 1)
 
-    def nodes(self, tiles: Tensor, count: int) -> Tensor:
-        """Undo ``tiles`` for so many nodes; also of (tiles, heads, queries)."""
-        rows = tiles[0] if len(tiles) == 1 else tiles.transpose(0, 1).flatten(1, 2)
-        return rows[:, : count * self.group].view(len(rows), count, self.group, *rows.shape[2:])
+    def nodes(self, tiles: Tensor, texts: int, count: int) -> Tensor:
+        """Undo ``tiles`` for so many nodes of each text; also of (tiles, heads, queries)."""
+        rows = tiles if len(tiles) == texts else tiles.transpose(0, 1).flatten(1, 2)[None]
+        nodes: Tensor = rows[:, :, : count * self.group].view(texts, rows.shape[1], count, self.group, *rows.shape[3:])
+        return nodes
 
-    def of_one_node(self, states: Tensor) -> Tensor:
-        """Turn ``states`` (nodes, heads, group, width) into a tile for each node."""
+    def of_each_node(self, states: Tensor) -> Tensor:
+        """Turn ``states`` (texts, heads, nodes, group, width) into a tile for each node of each text."""
         size = next(size for size in self.queries if size >= self.group)
-        return pad(states, (0, 0, 0, size - self.group))
+        return pad(states.transpose(1, 2).flatten(0, 1), (0, 0, 0, size - self.group))
 
 
 @dataclass(frozen=True)
 class Part:
-    """Early or late keys, as some nodes of a text see them: ``mask`` is added to their scores.
+    """Early or late keys, as nodes of one text or of several see them: ``mask`` is added to their scores.
 
-    ``columns`` are those at the places of the part: the first of columns that lie one after the other, or (places,),
-    or (nodes, places) where each node has its own. Places without a key have any. The mask is (tiles, 1, queries,
-    places), with a tile for each node that has its own keys. With biases there is a mask for each key head. One of
-    (1, 1, 1, places) hides nothing.
+    ``columns`` of each text are those at the places of the part: the first of columns that lie one after the other, or
+    (places,), or (nodes, places) where each node has its own. Places without a key have any. The mask is (tiles, 1,
+    queries, places), with a tile for each node that has its own keys. With biases there is a mask for each key head.
+    For keys that the nodes share, one of (1, 1, 1, places) hides nothing.
     """
 
-    columns: Tensor | int
+    columns: tuple[Tensor | int, ...]
     mask: Tensor
 
     @property
     def is_own(self) -> bool:
         """Tell whether each node has its own keys."""
-        return isinstance(self.columns, Tensor) and self.columns.ndim > 1
+        first = self.columns[0]
+        return isinstance(first, Tensor) and first.ndim > 1
 
     def with_bias(self, bias: Tensor, tiling: Tiling) -> Part:
-        """Add ``bias`` (nodes, key heads, group, columns) to the mask."""
-        column = self.columns
+        """Add ``bias`` (nodes, key heads, group, columns) of the only text to the mask."""
+        (column,) = self.columns
+        if isinstance(column, int):
+            column = column + torch.arange(self.mask.shape[-1], device=bias.device)
         if self.is_own:
-            assert isinstance(column, Tensor)
-            added = tiling.of_one_node(bias.gather(-1, column[:, None, None].expand(*bias.shape[:3], -1)))
+            of_nodes = bias.gather(-1, column[:, None, None].expand(*bias.shape[:3], -1))
+            added = tiling.of_each_node(of_nodes.transpose(0, 1)[None])
         else:
-            if isinstance(column, int):
-                column = column + torch.arange(self.mask.shape[-1], device=bias.device)
             of_nodes = bias.index_select(-1, column.clamp(max=bias.shape[-1] - 1))
-            added = tiling.tiles(of_nodes.transpose(0, 1))
+            added = tiling.tiles(of_nodes.transpose(0, 1)[None])
         # Where nodes see no key the lowest number stays, which a sum could turn into -inf.
         return dataclasses.replace(self, mask=torch.where(self.mask == 0, added.to(self.mask.dtype), self.mask))
+
+    @classmethod
+    def join(cls, parts: Sequence[Part]) -> Part:
+        """Join the same part of several texts. Late keys are filled up by hidden places to the longest text's."""
+        masks = [part.mask for part in parts]
+        places = max(mask.shape[-1] for mask in masks)
+        columns = tuple(
+            column if isinstance(column, int) else pad(column, (0, places - column.shape[-1]))
+            for part in parts
+            for column in part.columns
+        )
+        hides_nothing = not parts[0].is_own and all(mask.shape == (1, 1, 1, places) for mask in masks)
+        if hides_nothing or all(mask is masks[0] for mask in masks):
+            return cls(columns, masks[0])
+        shape = [max(sizes) for sizes in zip(*(mask.shape for mask in masks), strict=True)]
+        hidden = hidden_score(masks[0].dtype)
+        filled = [pad(mask, (0, places - mask.shape[-1]), value=hidden).expand(shape) for mask in masks]
+        return cls(columns, torch.cat(filled))
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Nodes of a text whose late keys begin at the same place: their late ``parts``, and early ones if they have any.
+    """Nodes whose late keys begin at the same place: their late ``parts``, and early ones if they have any.
 
-    Nodes that see nothing have none.
+    Nodes that see nothing have none. A piece of several ``texts`` has the same number of nodes of each, in one tile or
+    with keys of their own. The texts follow each other in the batch, as rows or in one row.
     """
 
+    texts: tuple[Text, ...]
     nodes: slice
     parts: tuple[Part, ...]
+
+    def queries(self, states: Tensor) -> Tensor:
+        """Take those of its nodes from ``states`` (batch, key heads, nodes, ...): (texts, key heads, nodes, ...)."""
+        first, last = self.texts[0], self.texts[-1]
+        if first.nodes is ALL:
+            return states[first.row : last.row + 1, :, self.nodes]
+        if first is last:
+            return states[first.row : first.row + 1, :, first.nodes][:, :, self.nodes]
+        of_texts: Tensor = states[first.row, :, first.nodes.start : last.nodes.stop].unflatten(
+            1, (len(self.texts), -1)
+        )
+        return of_texts.transpose(0, 1)
+
+    def keys(self, states: Tensor, part: Part) -> Tensor:
+        """Take those of a ``part`` from ``states`` (batch, key heads, columns, width).
+
+        They are (texts, key heads, places, width), or (texts * nodes, ...) where each node has its own.
+        """
+        places, first = part.mask.shape[-1], part.columns[0]
+        in_step = all(isinstance(column, int) and column == first for column in part.columns)
+        if isinstance(first, int) and in_step and self.texts[0].keys is ALL:
+            return _keys_of_text(states[self.texts[0].row : self.texts[-1].row + 1], first, places)
+        found = [
+            _keys_of_text(states[text.row : text.row + 1, :, text.keys], column, places)
+            for text, column in zip(self.texts, part.columns, strict=True)
+        ]
+        return found[0] if len(found) == 1 else torch.cat(found)
+
+    @classmethod
+    def join(cls, pieces: Sequence[Piece]) -> Piece:
+        """Join pieces of several texts."""
+        if len(pieces) == 1:
+            return pieces[0]
+        parts = zip(*(piece.parts for piece in pieces), strict=True)
+        return cls(
+            tuple(text for piece in pieces for text in piece.texts), pieces[0].nodes, tuple(map(Part.join, parts))
+        )
+
+
+def _keys_of_text(states: Tensor, column: Tensor | int, places: int) -> Tensor:
+    """Return the keys at a part's ``column`` of ``states`` (rows, key heads, columns, width), filled up by zeros."""
+    if isinstance(column, int):
+        found = states[:, :, column : column + places]
+        if missing := places - found.shape[2]:
+            return pad(found, (0, 0, 0, missing))
+        return found if found.stride(2) == found.shape[3] else found.contiguous()
+    if column.ndim == 1:
+        return states.index_select(2, column)
+    own: Tensor = states[0].index_select(1, column.flatten()).unflatten(1, column.shape)
+    return own.transpose(0, 1)
 
 
 ALL = slice(None)
@@ -147,23 +225,27 @@ class Text:
 
     def pieces(self, tiling: Tiling, dtype: torch.dtype, places: int) -> list[Piece]:
         """Cut the nodes where another ``places`` begin, and sort their keys into parts; masks are of ``dtype``."""
-        last = self.place.masked_fill(~self.visible, -1).amax(1)  # (nodes,), -1 where a node sees nothing
-        first = self.place.masked_fill(~self.visible, NO_PLACE).amin(1)
-        late = (last - places // 2).clamp(min=0) // places * places
-        early = torch.minimum(first // places * places, late)
-        order, found, begin = self._column_of_first_place(), [], 0
-        bounds = torch.stack([early, late, last]).T.tolist()  # waits for a device
-        for (early_place, late_place), some in itertools.groupby(bounds, key=lambda bound: bound[:2]):
-            ends = [end for _, _, end in some]
-            for at in range(0, len(ends), size := self._nodes_at_once(early_place, late_place)):
-                count, end = min(size, len(ends) - at), max(ends[at : at + size])
-                nodes = slice(begin + at, begin + at + count)
-                width = min(-(-(end + 1 - late_place) // tiling.step) * tiling.step, tiling.late)
-                sides = [(late_place, late_place + width)] if end >= 0 else []
-                sides += [(early_place, late_place)] if early_place < late_place else []
-                found.append(Piece(nodes, tuple(self._part(nodes, *side, order, tiling, dtype) for side in sides)))
+        order, found, begin = self._column_of_first_place(), list[Piece](), 0
+        for (early, late), some in itertools.groupby(self._bounds(places), key=lambda bounds: bounds[:2]):
+            ends = [end for _, _, end in some]  # of the late keys
+            for at in range(0, len(ends), size := self._nodes_at_once(early, late)):
+                group = ends[at : at + size]
+                nodes = slice(begin + at, begin + at + len(group))
+                width = min(-(-(max(group) - late) // tiling.step) * tiling.step, tiling.late)
+                sides = [(late, late + width), (early, late)]
+                parts = [self._part(nodes, *side, order, tiling, dtype) for side in sides if side[0] < side[1]]
+                found.append(Piece((self,), nodes, tuple(parts)))
             begin += len(ends)
         return found
+
+    def _bounds(self, places: int) -> list[list[int]]:
+        """Return for each node where its early keys begin, where its late ones begin, and where they end."""
+        end = (self.place + 1).masked_fill(~self.visible, 0).amax(1)  # (nodes,), 0 where a node sees nothing
+        first = self.place.masked_fill(~self.visible, NO_PLACE).amin(1)
+        late = (end - 1 - places // 2).clamp(min=0) // places * places
+        early = torch.minimum(first // places * places, late)
+        bounds: list[list[int]] = torch.stack([early, late, end], 1).tolist()  # waits for a device
+        return bounds
 
     def _nodes_at_once(self, early: int, late: int) -> int:
         if self.split is None or late <= self.split:
@@ -193,11 +275,12 @@ class Text:
             columns, filled = order + begin, visible[:, order + begin : order + end]
             filled = pad(filled, (0, end - begin - filled.shape[1]))
         if not is_own and bool(filled.all()):
-            return Part(columns, torch.zeros((1, 1, 1, end - begin), dtype=dtype, device=visible.device))
+            return Part((columns,), torch.zeros((1, 1, 1, end - begin), dtype=dtype, device=visible.device))
         mask = torch.zeros_like(filled, dtype=dtype).masked_fill_(~filled, hidden_score(dtype))
         if is_own:
-            return Part(columns, mask[:, None, None])
-        return Part(columns, tiling.tiles(mask[None, :, None].expand(-1, -1, tiling.group, -1)))
+            return Part((columns,), mask[:, None, None])
+        of_queries = mask[None, None, :, None].expand(-1, -1, -1, tiling.group, -1)
+        return Part((columns,), tiling.tiles(of_queries))
 
 
 class Columns:
@@ -209,27 +292,28 @@ class Columns:
     def __init__(self, texts: Sequence[Text]) -> None:
         self._texts = texts
         self.places = places_of_parts()
-        self._found: dict[tuple[Tiling, torch.dtype], list[tuple[Text, list[Piece]]]] = {}
-        self._with_bias: tuple[Tensor, Tiling, list[tuple[Text, list[Piece]]]] | None = (
-            None  # the last, for all layers
-        )
+        self._found: dict[tuple[Tiling, torch.dtype], tuple[list[Piece], list[Piece]]] = {}
+        self._with_bias: tuple[Tensor, Tiling, list[Piece]] | None = None  # the last, for all layers
 
-    def of_texts(self, tiling: Tiling, dtype: torch.dtype) -> list[tuple[Text, list[Piece]]]:
-        """Return the pieces of each text; masks are of ``dtype``."""
+    def pieces(self, tiling: Tiling, dtype: torch.dtype) -> list[Piece]:
+        """Return the pieces of all texts in the order of their nodes; masks are of ``dtype``."""
+        return self._pieces(tiling, dtype)[1]
+
+    def _pieces(self, tiling: Tiling, dtype: torch.dtype) -> tuple[list[Piece], list[Piece]]:
+        """Return the pieces of each text, and the same joined."""
         found = self._found.get((tiling, dtype))
         if found is None:
-            pieces: dict[tuple[int, int], list[Piece]] = {}  # of texts that see the same
+            known: dict[tuple[int, int], list[Piece]] = {}  # of texts that see the same
+            alone: list[Piece] = []
             for text in self._texts:
-                if (key := (id(text.visible), id(text.place))) not in pieces:
-                    pieces[key] = text.pieces(tiling, dtype, self.places)
-            found = [(text, pieces[id(text.visible), id(text.place)]) for text in self._texts]
-            self._found[tiling, dtype] = found
+                if (key := (id(text.visible), id(text.place))) not in known:
+                    known[key] = text.pieces(tiling, dtype, self.places)
+                alone += [dataclasses.replace(piece, texts=(text,)) for piece in known[key]]
+            found = self._found[tiling, dtype] = alone, _joined(alone, tiling)
         return found
 
-    def with_bias(
-        self, bias: Tensor, key_heads: int, tiling: Tiling, dtype: torch.dtype
-    ) -> list[tuple[Text, list[Piece]]]:
-        """Do as ``of_texts``, and add ``bias`` to the masks.
+    def with_bias(self, bias: Tensor, key_heads: int, tiling: Tiling, dtype: torch.dtype) -> list[Piece]:
+        """Do as ``pieces``, and add ``bias`` to the masks.
 
         It is (batch or 1, heads, nodes, columns), or (heads,): by how much a key counts less for each place that it is
         away.
@@ -237,16 +321,49 @@ class Columns:
         if self._with_bias is None or self._with_bias[0] is not bias or self._with_bias[1] != tiling:
             if bias.requires_grad and torch.is_grad_enabled():
                 raise ExplainedError("position biases have no gradients in hf_spec.invariant; use torch.no_grad()")
-            found = []
-            for text, pieces in self.of_texts(tiling, dtype):
-                by_node = text.bias_of(bias).unflatten(0, (key_heads, -1)).permute(2, 0, 1, 3)
-                biased = [
-                    Piece(one.nodes, tuple(part.with_bias(by_node[one.nodes], tiling) for part in one.parts))
-                    for one in pieces
-                ]
-                found.append((text, biased))
-            self._with_bias = bias, tiling, found
+            alone: list[Piece] = []
+            for _, pieces in itertools.groupby(self._pieces(tiling, dtype)[0], key=lambda piece: id(piece.texts[0])):
+                of_text = list(pieces)
+                by_node = of_text[0].texts[0].bias_of(bias).unflatten(0, (key_heads, -1)).permute(2, 0, 1, 3)
+                for one in of_text:
+                    parts = tuple(part.with_bias(by_node[one.nodes], tiling) for part in one.parts)
+                    alone.append(dataclasses.replace(one, parts=parts))
+            self._with_bias = bias, tiling, _joined(alone, tiling)
         return self._with_bias[2]
+
+
+def _joined(pieces: Sequence[Piece], tiling: Tiling) -> list[Piece]:
+    """Join pieces that follow each other where one call of the kernel may do for them."""
+    groups: list[list[Piece]] = []
+    for piece in pieces:
+        if groups and _may_join([*groups[-1], piece], tiling):
+            groups[-1].append(piece)
+        else:
+            groups.append([piece])
+    return [Piece.join(group) for group in groups]
+
+
+def _may_join(pieces: Sequence[Piece], tiling: Tiling) -> bool:
+    """Tell whether one call of the kernel may do for ``pieces``, of which this is known but for the last one.
+
+    They are whole texts with as many nodes and as many early keys: more of these, hidden or not, give other bits.
+    Nodes may have late keys of their own. Early keys that do not begin at the same column are copied.
+    """
+    before, last = pieces[-2:]
+    nodes, kinds = last.nodes, [[part.is_own for part in piece.parts] for piece in (before, last)]
+    if not (before.nodes == nodes and kinds[0] == kinds[1] and kinds[0] in ONE_CALL):
+        return False
+    (one,), (other,) = before.texts, last.texts
+    follows = other.row == one.row + 1 if one.nodes is ALL else other.nodes.start == one.nodes.stop
+    is_whole = nodes == slice(0, len(one.visible)) == slice(0, len(other.visible))
+    fits = all(kinds[0]) or nodes.stop * tiling.group <= tiling.queries[-1]
+    if len(kinds[0]) > 1:
+        early = [piece.parts[1] for piece in pieces]
+        columns = {part.columns[0] if isinstance(part.columns[0], int) else None for part in early}
+        is_copied = one.keys is not ALL or len(columns) > 1 or None in columns
+        counts = {part.mask.shape[-1] for part in early}
+        fits = fits and len(counts) == 1 and not (is_copied and max(counts) > tiling.copies)
+    return follows and is_whole and fits
 
 
 def places_of_parts() -> int:
@@ -323,17 +440,18 @@ def mask_with_columns(
     mask = sdpa_mask(batch_size, q_length, kv_length, q_offset, kv_offset, attention_mask=attention_mask, **kwargs)
     assert mask is not None
     to_source = kwargs.get("mask_function") is bidirectional_mask_function
-    block, split = None if to_source else open_block(), None
+    block = None if to_source else open_block()
     if block is None:
         column = torch.arange(kv_length, device=mask.device)[None].expand(batch_size, -1) + kv_offset
         padding = attention_mask
     else:
         column, padding = block.shown(kv_offset, kv_length)[1], block.padding
     place = _place(column, padding)
+    splits: Sequence[int | None] = [None] * batch_size
     if block is not None and block.ancestors is not None:
-        split = int(_place(block.lengths[:, None], padding).min())
+        splits = _place(block.lengths[:, None], padding)[:, 0].tolist()
     mask = mask.contiguous()  # as transformers makes it for static caches, in a new tensor that knows no columns
-    return with_columns(mask, [Text(row, mask[row, 0], place[row], split) for row in range(len(mask))])
+    return with_columns(mask, [Text(row, mask[row, 0], place[row], split) for row, split in enumerate(splits)])
 
 
 def with_columns(mask: Tensor, texts: Sequence[Text]) -> Tensor:

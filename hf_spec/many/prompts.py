@@ -59,7 +59,7 @@ def pending(index: int, prompt: Any, tokenizer: Any, vocabulary: int) -> Pending
     tokens outside the ``vocabulary``. Both name its index.
     """
     found = _parse(index, prompt, tokenizer)
-    check_ids(index, found.ids, None if found.others else vocabulary)  # image tokens may be outside
+    check_ids(f"prompt {index}", found.ids, None if found.others else vocabulary)  # image tokens may be outside
     return found
 
 

@@ -164,6 +164,20 @@ def test_each_request_has_its_own_end() -> None:
         assert found[str(i)] == text[:end]
 
 
+@pytest.mark.parametrize("bad", [[1, 99999], [-1], [], "abc", [1.5]], ids=str)
+def test_a_bad_prompt_of_one_client_ends_no_text_of_another(bad: Any) -> None:
+    (text,) = plain_texts(target(), PROMPT_LIST[:1], greedy(eos_token_id=None))
+    with target().continuous_batching_context_manager(
+        greedy(eos_token_id=-1), continuous_batching_config=batching(4), warmup=False, speculator=flawed([text], 99)
+    ) as manager:
+        manager.add_request(PROMPT_LIST[0], "one")
+        with pytest.raises((TypeError, ValueError), match="the prompt"):
+            manager.add_request(bad, "other")
+        manager.add_request(torch.tensor(PROMPT_LIST[0]), "again")
+        found = {(output := manager.get_result(timeout=60)).request_id: output.generated_tokens for _ in range(2)}
+    assert found == {"one": text, "again": text}
+
+
 def test_a_stream_is_told_every_step() -> None:
     (text,) = plain_texts(target(), PROMPT_LIST[:1], greedy(eos_token_id=None))
     with target().continuous_batching_context_manager(
@@ -383,7 +397,7 @@ BAD_PROMPTS: dict[str, tuple[type[Exception], str, Any]] = {
     "negative": (ValueError, "prompt 0 has token -1", [[-1]]),
     "empty": (ValueError, "prompt 0 is empty", [[]]),
     "text": (TypeError, "prompt 0 is 'abc'.*tokenizer", ["abc"]),
-    "flat": (TypeError, "prompt 0 is 1: pass a list of lists", [1, 5]),
+    "flat": (TypeError, "prompt 0 is 1: it must be a list of token ids", [1, 5]),
     "row": (TypeError, r"prompt 0 is tensor.*tolist\(\)", [torch.tensor([1, 5])]),
     "tensor": (TypeError, r"a Tensor.*tolist\(\)", torch.tensor([[1, 5]])),
     "iterator": (TypeError, r"list_iterator.*list\(prompts\)", iter([[1, 5]])),

@@ -31,7 +31,7 @@ NAMES = ["llama", "qwen2:swa", "qwen3", "gemma3_text", "phi", "gpt2", "gpt_neox"
 OTHERS = ["qwen2", "mistral", "gemma", "phi3", "olmo", "smollm3", "opt", "granite", "cohere", "stablelm"]
 OTHERS += ["gemma2", "mixtral", "qwen3_moe", "gpt_oss"]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-LENGTHS = {"one": (28,), "three": (28, 9, 21), "eight": (28, 3, 21, 1)}
+LENGTHS = {"one": (28,), "three": (28, 26, 9), "eight": (28, 3, 21, 1)}
 NEW = 9
 OPTIONS: dict[str, Any] = {
     "max_new_tokens": NEW,

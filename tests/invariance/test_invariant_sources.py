@@ -155,12 +155,16 @@ def test_all_parts_attend_as_before_after_the_mode() -> None:
 
 
 def test_sources_that_all_see_the_same_share_their_columns() -> None:
-    tiling = columns.Tiling(3, (8, 16), 32, 16)
-    found = columns.columns_of_all(3, 2, 40, torch.device("cpu")).of_texts(tiling, torch.float32)
-    assert [text.row for text, _ in found] == [0, 1, 2]
-    assert all(pieces is found[0][1] for _, pieces in found)
-    (piece,) = found[0][1]
-    assert [(part.columns, part.mask.shape[-1]) for part in piece.parts] == [(16, 32), (0, 16)]
+    tiling = columns.Tiling(3, (8, 16), 32, 16, copies=100)
+    found = columns.columns_of_all(3, 2, 40, torch.device("cpu")).pieces(tiling, torch.float32)
+    assert [[text.row for text in piece.texts] for piece in found] == [[0, 1, 2]]
+    assert [(part.columns, part.mask.shape) for part in found[0].parts] == [
+        ((16, 16, 16), (1, 1, 8, 32)),
+        ((0, 0, 0), (1, 1, 1, 16)),
+    ]
+    of_many = columns.columns_of_all(3, 9, 40, torch.device("cpu")).pieces(tiling, torch.float32)
+    assert [[text.row for text in piece.texts] for piece in of_many] == [[0], [1], [2]], "more queries than a tile has"
+    assert all(piece.parts is of_many[0].parts for piece in of_many)
 
 
 # -- what is refused, and mistakes that must be found -----------------------------------------------------------------

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import copy
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
 from architectures import prompts
-from test_invariance import OPTIONS, target
+from test_invariance import OPTIONS, row_of, same_bits, target
 from test_invariance import short_parts as short_parts
 from test_invariant_layers import OfAllRows, adapted
 from torch import Tensor, nn
@@ -146,13 +146,14 @@ class Count(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def counted(model: Any, text: int, parents: list[int]) -> Count:
-    """Count what scoring draft tokens after a text takes."""
+def counted(model: Any, text: int, parents: list[int], padded: Sequence[int] = (0,)) -> Count:
+    """Count what scoring draft tokens after a text takes, in a batch whose rows are ``padded`` by so many tokens."""
     runner = runner_for(model, DynamicCache(config=model.config), hidden_states=False, one_chain=False)
-    ids = torch.arange(text)[None] % 90
-    runner.prefill_tokens(ids, torch.ones_like(ids))
+    ids = (torch.arange(text)[None] % 90).repeat(len(padded), 1)
+    runner.prefill_tokens(ids, (torch.arange(text) >= torch.tensor(padded)[:, None]).long())
     is_chain = parents == list(range(-1, len(parents) - 1))
-    proposal = Proposal(torch.tensor([[7] * len(parents)]), torch.tensor([parents]), len(parents), is_chain=is_chain)
+    tokens, above = torch.full((len(padded), len(parents)), 7), torch.tensor([parents] * len(padded))
+    proposal = Proposal(tokens, above, len(parents), is_chain=is_chain)
     for _ in range(2):
         with Count() as count:
             runner.score(proposal)
@@ -177,6 +178,37 @@ def test_a_forward_runs_few_operators_and_two_kernels_however_long_a_real_text_i
     assert found[140, 6] < found[140, 0] + 32
     assert found[140, 7] < found[140, 0] + 48
     assert all(found[400, shape] == found[140, shape] for shape in (0, 6, 7))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("padded", [(0, 0, 0), (0, 3, 6)], ids=str)
+def test_rows_with_as_many_early_keys_attend_in_one_call(padded: tuple[int, ...]) -> None:
+    model = target()
+    layers = model.config.num_hidden_layers
+    for shape in (list(range(-1, 5)), [-1, 0, 0, 1, 1, 2, 2]):
+        with hf_spec.invariant(model):
+            assert counted(model, 94, shape, padded).kernels == 2 * layers
+            assert counted(model, 94, shape, (0, 50, 80)).kernels == 5 * layers, "80 early keys, 32, and none"
+
+
+def test_rows_of_which_one_sees_all_late_keys_keep_their_masks() -> None:
+    # One text has 14 late keys when the other has 16, which fill its part.
+    model, inputs = target("phi"), prompts(2, (28, 30))
+    with hf_spec.invariant(model):
+        found = model.generate(**inputs, **OPTIONS)
+        for row in range(2):
+            alone = {name: values[row : row + 1] for name, values in inputs.items()}
+            assert same_bits(found, model.generate(**row_of(alone, 0), **OPTIONS), row)
+
+
+def test_nodes_with_keys_of_their_own_keep_their_masks() -> None:
+    hidden = columns.hidden_score(torch.float32)
+    parts = [
+        columns.Part((torch.zeros(1, 4, dtype=torch.long),), torch.tensor([[[[0.0] * seen + [hidden] * (4 - seen)]]]))
+        for seen in (2, 3)
+    ]
+    joined = columns.Part.join(parts)
+    assert torch.equal(joined.mask, torch.cat([part.mask for part in parts]))
 
 
 # -- attention --------------------------------------------------------------------------------------------------------
