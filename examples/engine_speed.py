@@ -554,18 +554,21 @@ def table(content: dict[str, Any]) -> str:
 
 
 def summary(contents: Sequence[dict[str, Any]], with_parts: bool = True) -> str:
-    """Write raw files of one run as one table: a row for each method, a column for each batch size.
+    """Write raw files as one table: a row for each method, a column for each dtype and batch size.
 
     A cell is tokens per second, how many times plain under the same conditions that is, and seconds of the parts.
     """
-    found = {
-        content["made_from"]["batch"]: {row["title"]: row for row in rows_of(content)}
-        for content in sorted(contents, key=lambda content: content["made_from"]["batch"])
-    }
+    found = {}
+    for content in contents:
+        made = content["made_from"]
+        found[made["dtype"], made["batch"]] = {row["title"]: row for row in rows_of(content)}
+    columns = sorted(found)
     titles = sorted({title for rows in found.values() for title in rows}, key=order)
-    lines = [f"| | {' | '.join(f'{batch} at once' for batch in found)} |", f"|{'---|' * (len(found) + 1)}"]
+    one_dtype = len({dtype for dtype, _ in columns}) == 1
+    heads = [f"{batch} at once" if one_dtype else f"{dtype}, {batch} at once" for dtype, batch in columns]
+    lines = [f"| | {' | '.join(heads)} |", f"|{'---|' * (len(heads) + 1)}"]
     for title in titles:
-        cells = (cell_of(rows.get(title), with_parts) for rows in found.values())
+        cells = (cell_of(found[column].get(title), with_parts) for column in columns)
         lines.append(f"| {named(title)} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 

@@ -50,8 +50,8 @@ SHORT = "--drafts SHORT/draft-jetspec SHORT/draft-dflash SHORT/draft-dflash2 SHO
 SIXTEEN = "--rounds 1 --prompts 16 --at-once 4 16 --drafts ngram draft-mtp"
 CURVES = {"nodes": "nodes, one sequence", "rows": "sequences", "prompt": "tokens before", "vocabulary": "vocabulary"}
 ENGINES = """\
-Next to other engines, in one run: tokens a second (multiple of plain under the same conditions). SmolLM2-135M-Instruct
-in bfloat16, greedy, two cores, eight short prompts with answers of 48 tokens, which repeat little.
+Next to other engines, in one run for each dtype: tokens a second (multiple of plain under the same conditions).
+SmolLM2-135M-Instruct, greedy, two cores, eight short prompts with answers of 48 tokens, which repeat little.
 llama.cpp and vLLM are faster here: their forwards on a CPU are.
 [Compiled and packed](docs/compilation.md#on-a-cpu): torch's compiler packs the weights.
 [Seconds of target and draft](docs/benchmarking.md#next-to-other-engines)."""
@@ -137,12 +137,17 @@ def next_to_engines(contents: list[dict[str, Any]]) -> str:
     """Write raw files of engine_speed.py as one table, and name what could not be measured."""
     errors = {title for content in contents for title in content["errors"]}
     left = f"\nNot measured: {'; '.join(sorted(map(engine_speed.named, errors)))}.\n" if errors else ""
-    return f"{made_from(contents[0])}\n{engine_speed.summary(contents)}{left}"
+    return f"{made_from_all(contents)}\n{engine_speed.summary(contents)}{left}"
 
 
 def next_to_engines_short(contents: list[dict[str, Any]]) -> str:
     """Write README's table of the same files."""
-    return f"{ENGINES}\n\n{engine_speed.summary(contents, with_parts=False)}\n{made_from(contents[0])}"
+    return f"{ENGINES}\n\n{engine_speed.summary(contents, with_parts=False)}\n{made_from_all(contents)}"
+
+
+def made_from_all(contents: list[dict[str, Any]]) -> str:
+    """Say what several raw files were made from, each way once."""
+    return "".join(dict.fromkeys(map(made_from, contents)))
 
 
 def default_file(name: str, *options: str) -> Table:
@@ -174,7 +179,7 @@ def compiled_file(draft: str, *options: str) -> Table:
 
 def engines_folder(write: Callable[[list[dict[str, Any]]], str]) -> Table:
     """Return a table of engine_speed.py's comparison with other engines."""
-    command = "engine_speed.py --out results/next-to-engines --model SMOLLM2 --texts SPEC_BENCH --dtype bfloat16"
+    command = "engine_speed.py --out results/next-to-engines --model SMOLLM2 --texts SPEC_BENCH"
     given = "--cores 2 --prompts short --new-tokens 48 --turns 2 --vllm VLLM/bin/python --llama-cpp LLAMA/bin/python"
     only = "--only '^(?!compiled: prompt)'"
     return Table(write, f"{command} {given} {only}", RESULTS / "next-to-engines")

@@ -175,13 +175,19 @@ def test_raw_files_become_tables(name: str, tables: dict[str, Any], tmp_path: Pa
 def test_files_of_engines_become_one_table(tables: dict[str, Any], tmp_path: Path) -> None:
     """One column for each file; a method that one file lacks, and one that does not say what its parts took."""
     run = {"target": 1.5, "draft": 0.25, "tokens": [[1, 2], [3, 4]], "accepted_length": None}
-    for batch, titles in ((8, ["plain: plain"]), (1, ["plain: plain", "llama.cpp: lookup", "llama.cpp: plain"])):
+    cells = {
+        ("float32", 8): ["plain: plain"],
+        ("float32", 1): ["plain: plain", "llama.cpp: lookup", "llama.cpp: plain"],
+        ("bfloat16", 1): ["plain: plain"],
+    }
+    for (dtype, batch), titles in cells.items():
         turn = {title: run | {"seconds": 2.0} for title in titles}
-        if batch == 1:
+        if (dtype, batch) == ("float32", 1):
             turn["llama.cpp: lookup"] |= {"seconds": 4.0, "target": None}
         errors = {"vLLM: plain": "no memory"} if batch == 1 else {}
-        content = {"made_from": MADE | {"batch": batch}, "errors": errors, "turns": [turn]}
-        (tmp_path / f"cell-batch{batch}.json").write_text(json.dumps(content), encoding="utf-8")
+        made = MADE | {"dtype": dtype, "batch": batch} | ({"commit": "f" * 40} if dtype == "bfloat16" else {})
+        content = {"made_from": made, "errors": errors, "turns": [turn]}
+        (tmp_path / f"cell-{dtype}-batch{batch}.json").write_text(json.dumps(content), encoding="utf-8")
     before = tables["TABLES"]["next-to-engines"]
     tables["TABLES"]["next-to-engines"] = tables["Table"](before.write, before.command, tmp_path)
     try:
@@ -189,13 +195,14 @@ def test_files_of_engines_become_one_table(tables: dict[str, Any], tmp_path: Pat
     finally:
         tables["TABLES"]["next-to-engines"] = before
     assert [line for line in page.splitlines() if line.startswith("|")] == [
-        "| | 1 at once | 8 at once |",
-        "|---|---|---|",
-        "| transformers, plain | 2.0 (1.00), 1.5 + 0.2 + 0.2 s | 2.0 (1.00), 1.5 + 0.2 + 0.2 s |",
-        "| llama.cpp, plain | 2.0 (1.00), 1.5 + 0.2 + 0.2 s | - |",
-        "| llama.cpp, lookup | 1.0 (0.50) | - |",
+        "| | bfloat16, 1 at once | float32, 1 at once | float32, 8 at once |",
+        "|---|---|---|---|",
+        f"| transformers, plain |{' 2.0 (1.00), 1.5 + 0.2 + 0.2 s |' * 3}",
+        "| llama.cpp, plain | - | 2.0 (1.00), 1.5 + 0.2 + 0.2 s | - |",
+        "| llama.cpp, lookup | - | 1.0 (0.50) | - |",
     ]
-    assert "Not measured: vLLM, plain." in page and "commit 0123456789ab" in page
+    assert "Not measured: vLLM, plain." in page
+    assert page.count("commit 0123456789ab") == page.count("commit ffffffffffff") == 1
 
 
 def test_changes_since_the_commit_are_told(tables: dict[str, Any]) -> None:
