@@ -105,13 +105,14 @@ def _by_products_of_some(
     """Do as ``_by_products``, for ``AT_ONCE`` tiles at a time: GPUs add up in another order for other numbers."""
     tiles, missing = len(query), -len(query) % AT_ONCE
     padding = (0, 0, 0, 0, 0, 0, 0, missing)
-    query, mask = pad(query, padding), pad(mask, padding)
-    key, value = (states if len(states) == 1 else pad(states, padding) for states in (key, value))
+    query = pad(query, padding)
+    # Of what all tiles share there is one.
+    key, value, mask = (states if len(states) == 1 else pad(states, padding) for states in (key, value, mask))
     parts = []
     for first in range(0, len(query), AT_ONCE):
         some = slice(first, first + AT_ONCE)
-        keys, values = (states if len(states) == 1 else states[some] for states in (key, value))
-        parts.append(_by_products(query[some], keys, values, mask[some], scale, cap))
+        keys, values, masks = (states if len(states) == 1 else states[some] for states in (key, value, mask))
+        parts.append(_by_products(query[some], keys, values, masks, scale, cap))
     output, sums = map(torch.cat, zip(*parts, strict=True))
     return output[:tiles], sums[:tiles]
 
