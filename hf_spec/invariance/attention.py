@@ -47,7 +47,7 @@ KERNELS = {
 }
 MANY = 640  # early keys that are tried: more than kernels look at in one go
 # Bytes of early keys of a text that are copied in less time than a call for each text takes, and on an accelerator.
-COPIED, MOST_COPIED = 400_000, 64 << 20
+CPU_BYTES, OTHER_BYTES = 400_000, 64 << 20
 AT_ONCE = 16  # tiles, where they are not attended to by such a kernel
 REFUSED = ("cache", "indices", "block_indices", "sinks")  # arguments of attention that the kernel knows nothing of
 
@@ -244,7 +244,7 @@ def _tried(shape: Shape, device: torch.device, places: int, threads: int) -> Til
     queries = sorted(set.intersection(*(set(one.queries) for one in trials)))
     if not queries or queries[-1] < shape[1] or not all(one.agrees(queries) for one in trials):
         return None
-    copies = COPIED if device.type == "cpu" else MOST_COPIED
+    copies = CPU_BYTES if device.type == "cpu" else OTHER_BYTES
     copies //= shape[0] * shape[2] * shape[3].itemsize
     return Tiling(shape[1], tuple(queries), late, trials[0].step(queries[0]), copies)
 

@@ -336,33 +336,31 @@ def _joined(pieces: Sequence[Piece], tiling: Tiling) -> list[Piece]:
     """Join pieces that follow each other where one call of the kernel may do for them."""
     groups: list[list[Piece]] = []
     for piece in pieces:
-        if groups and _may_join([*groups[-1], piece], tiling):
+        if groups and _may_join(groups[-1][-1], piece, tiling):
             groups[-1].append(piece)
         else:
             groups.append([piece])
     return [Piece.join(group) for group in groups]
 
 
-def _may_join(pieces: Sequence[Piece], tiling: Tiling) -> bool:
-    """Tell whether one call of the kernel may do for ``pieces``, of which this is known but for the last one.
+def _may_join(piece: Piece, after: Piece, tiling: Tiling) -> bool:
+    """Tell whether one call of the kernel may do for a ``piece`` and the one ``after`` it, each of one text.
 
     They are whole texts with as many nodes and as many early keys: more of these, hidden or not, give other bits.
     Nodes may have late keys of their own. Early keys that do not begin at the same column are copied.
     """
-    before, last = pieces[-2:]
-    nodes, kinds = last.nodes, [[part.is_own for part in piece.parts] for piece in (before, last)]
-    if not (before.nodes == nodes and kinds[0] == kinds[1] and kinds[0] in ONE_CALL):
+    nodes, owns, others = piece.nodes, [part.is_own for part in piece.parts], [part.is_own for part in after.parts]
+    if not (nodes == after.nodes and owns == others and owns in ONE_CALL):
         return False
-    (one,), (other,) = before.texts, last.texts
+    (one,), (other,) = piece.texts, after.texts
     follows = other.row == one.row + 1 if one.nodes is ALL else other.nodes.start == one.nodes.stop
     is_whole = nodes == slice(0, len(one.visible)) == slice(0, len(other.visible))
-    fits = all(kinds[0]) or nodes.stop * tiling.group <= tiling.queries[-1]
-    if len(kinds[0]) > 1:
-        early = [piece.parts[1] for piece in pieces]
-        columns = {part.columns[0] if isinstance(part.columns[0], int) else None for part in early}
-        is_copied = one.keys is not ALL or len(columns) > 1 or None in columns
-        counts = {part.mask.shape[-1] for part in early}
-        fits = fits and len(counts) == 1 and not (is_copied and max(counts) > tiling.copies)
+    fits = all(owns) or nodes.stop * tiling.group <= tiling.queries[-1]
+    if len(owns) > 1:
+        (first,), (second,) = piece.parts[1].columns, after.parts[1].columns
+        count = piece.parts[1].mask.shape[-1]
+        is_view = one.keys is ALL and isinstance(first, int) and isinstance(second, int) and first == second
+        fits = fits and after.parts[1].mask.shape[-1] == count and (is_view or count <= tiling.copies)
     return follows and is_whole and fits
 
 

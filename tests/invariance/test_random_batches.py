@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_invariance import OPTIONS, same_bits, target
+from test_invariance import DTYPES, OPTIONS, same_bits, target
 from test_invariance import short_parts as short_parts
 from transformers import GenerationConfig, PreTrainedModel
 
@@ -15,7 +15,11 @@ import hf_spec
 from hf_spec import NgramSpeculator, SpeculationConfig
 
 NAMES = ["llama", "qwen2:swa", "qwen3", "gemma3_text", "gpt2", "gpt_neox", "gemma2", "phi", "olmo2"]
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def seeds(few: int, many: int) -> list[Any]:
+    """List seeds, of which ``few`` are always tried, and ``many`` where slow tests run."""
+    return [pytest.param(seed, marks=[pytest.mark.slow] if seed >= few else []) for seed in range(few + many)]
 
 
 def drawn_options(rng: random.Random, draft: PreTrainedModel) -> dict[str, Any]:
@@ -41,8 +45,8 @@ def drawn_batch(rng: random.Random) -> tuple[torch.Tensor, list[int]]:
     return torch.randint(3, 90, (len(lengths), max(lengths)), generator=generator), lengths
 
 
-def check(seed: int) -> None:
-    """Draw a case, and compare each row with the row alone."""
+@pytest.mark.parametrize("seed", seeds(16, 200))
+def test_rows_of_drawn_batches_have_the_bits_of_rows_alone(seed: int) -> None:
     rng = random.Random(seed)
     name, dtype = rng.choice(NAMES), rng.choice(DTYPES)
     model, draft = target(name, dtype=dtype), target(name, dtype=dtype, seed=1)
@@ -55,19 +59,8 @@ def check(seed: int) -> None:
             assert same_bits(found, alone, row), f"seed {seed}, {name}, {dtype}, row {row} of {lengths}"
 
 
-@pytest.mark.parametrize("seed", range(16))
-def test_rows_of_drawn_batches_have_the_bits_of_rows_alone(seed: int) -> None:
-    check(seed)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(16, 216))
-def test_so_have_rows_of_many_more(seed: int) -> None:
-    check(seed)
-
-
-def check_engine(seed: int) -> None:
-    """Draw requests of an engine, and compare each text with the one that is generated alone."""
+@pytest.mark.parametrize("seed", seeds(4, 60))
+def test_drawn_requests_of_an_engine_have_the_texts_of_prompts_alone(seed: int) -> None:
     rng = random.Random(seed)
     name, dtype = rng.choice(["llama", "qwen2:swa", "gemma3_text"]), rng.choice(DTYPES)
     model, draft = target(name, dtype=dtype), target(name, dtype=dtype, seed=1)
@@ -85,14 +78,3 @@ def check_engine(seed: int) -> None:
             alone = model.generate(prompt, attention_mask=torch.ones_like(prompt), **options)
             assert output.generated_tokens == alone[0, prompt.shape[1] :].tolist(), f"seed {seed}, {name}, {lengths}"
     model.destroy_cached_continuous_batching_manager()
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_requests_of_an_engine_have_the_texts_of_prompts_alone(seed: int) -> None:
-    check_engine(seed)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(4, 64))
-def test_so_have_many_more(seed: int) -> None:
-    check_engine(seed)
