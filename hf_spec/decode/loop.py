@@ -114,6 +114,10 @@ class Call:
         except BaseException:  # a stop button, too
             self.abandon()
             raise
+        finally:
+            self.target.free_buffers()
+            if self.compiler is not None:
+                self.compiler.free_buffers()
 
     def read_prompt(self, input_ids: Tensor) -> StepResult:
         """Emit the first token of every row, or the first step's where draft tokens are read with the prompt."""

@@ -26,11 +26,10 @@ import torch
 from torch import Tensor
 
 from ..proposal import Proposal
-from ..scoring.graphs import in_place
 from ..scoring.plain import readable
 from .base import AcceptedTokens, DraftContext, Drafter, draft_log_probs
 from .draft_kv import DraftKV, StaticDraftKV
-from .static import StaticDrafter, take_rows
+from .static import PutBuffer, StaticDrafter
 from .trees import PreparedDraft, grow
 
 
@@ -55,8 +54,7 @@ class AutoregressiveDrafter(StaticDrafter):
         inputs = {"features": features.to(self.dtype)}
         for kv in self._kvs:
             hidden = kv.read_prompt(tokens, mask, **inputs)
-            last = hidden[:, -1:].clone()
-            self._root_hidden.append(in_place(last) if self._static else last)
+            self._root_hidden.append(hidden[:, -1:].clone())
             # Of the next reader's pairs the first has no token before it that was read.
             tokens, mask, inputs = tokens[:, 1:], mask[:, :-1], {"hidden_states": hidden[:, :-1]}
 
@@ -96,10 +94,7 @@ class AutoregressiveDrafter(StaticDrafter):
 
     def keep_rows(self, rows: Tensor) -> None:
         rows = rows.to(self.device)
-        if self._static:
-            self._root_hidden = [take_rows(hidden, rows) for hidden in self._root_hidden]
-        else:
-            self._root_hidden = [hidden.index_select(0, rows) for hidden in self._root_hidden]
+        self._root_hidden = [hidden.index_select(0, rows) for hidden in self._root_hidden]
         for kv in self._kvs:
             kv.keep_rows(rows)
 
@@ -111,9 +106,14 @@ class AutoregressiveDrafter(StaticDrafter):
         self._root_hidden = [torch.cat(pair) for pair in zip(self._root_hidden, other._root_hidden, strict=True)]
         return True
 
-    def make_room(self, columns: int) -> None:
-        for kv in self._kvs:
-            cast(StaticDraftKV, kv).keys.make_room(columns)
+    def make_room(self, columns: int) -> bool:
+        grown = [cast(StaticDraftKV, kv).keys.make_room(columns) for kv in self._kvs]
+        return any(grown)
+
+    def move(self, put: PutBuffer) -> None:
+        self._root_hidden = [put((number, "root"), hidden) for number, hidden in enumerate(self._root_hidden)]
+        for number, kv in enumerate(self._kvs):
+            cast(StaticDraftKV, kv).keys.move(put, number)
 
 
 class _Growth:

@@ -11,7 +11,7 @@ from transformers.cache_utils import DynamicCache
 
 from ..proposal import Proposal
 from .base import AcceptedTokens, DraftContext, Drafter, DraftOutput, draft_log_probs
-from .static import OpenKeys, StaticDrafter, StaticKeys, as_mask
+from .static import OpenKeys, PutBuffer, StaticDrafter, StaticKeys, as_mask
 from .trees import PreparedDraft, at_depth, grow
 
 
@@ -114,8 +114,11 @@ class BlockDrafter(StaticDrafter):
     def read(self, accepted: AcceptedTokens) -> None:
         self._remember(accepted)
 
-    def make_room(self, columns: int) -> None:
-        cast(StaticKeys, self._keys).make_room(columns + self._draft.config.block_size)
+    def make_room(self, columns: int) -> bool:
+        return cast(StaticKeys, self._keys).make_room(columns + self._draft.config.block_size)
+
+    def move(self, put: PutBuffer) -> None:
+        cast(StaticKeys, self._keys).move(put)
 
     def keep_rows(self, rows: Tensor) -> None:
         """Keep ``rows`` only."""

@@ -13,6 +13,7 @@ that the graph needs, and calls the compiled function.
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Callable, Hashable
 from typing import Any, ClassVar, cast
 
 import torch
@@ -24,7 +25,7 @@ from transformers.utils import logging
 from ..device_tensors import to_device, to_list
 from ..policy.fixed import UNBOUNDED
 from ..proposal import Proposal, once
-from ..scoring.graphs import Compiler, in_place, lasting
+from ..scoring.graphs import Compiler, lasting
 from ..scoring.masks import TreeMask, depths_with
 from ..scoring.rings import fewest_slots, power_of_two
 from .base import AcceptedTokens, DraftContext, Drafter
@@ -32,6 +33,8 @@ from .trees import PreparedDraft, max_expanded_nodes
 
 MASKED_LAYER_TYPES = ("full_attention", "sliding_attention")  # layers for which masks can be built here
 MASKED_ATTENTION = ("sdpa", "eager")  # attention implementations for which they can
+
+PutBuffer = Callable[[Hashable, Tensor], Tensor]  # of the name of a buffer, and its contents, (batch, ...)
 
 logger = logging.get_logger(__name__)
 
@@ -78,8 +81,12 @@ class StaticDrafter(Drafter):
         """Read accepted tokens; some rows may have none."""
 
     @abstractmethod
-    def make_room(self, columns: int) -> None:
-        """Have at least ``columns`` fixed slots, for the text and all nodes after it."""
+    def make_room(self, columns: int) -> bool:
+        """Have at least ``columns`` fixed slots, for the text and all nodes after it; return whether they are new."""
+
+    @abstractmethod
+    def move(self, put: PutBuffer) -> None:
+        """Move each buffer that is written in place to where ``put`` puts it."""
 
 
 class StaticKeys:
@@ -103,31 +110,38 @@ class StaticKeys:
             for states in (layer.keys, layer.values):  # sliding layers keep the last ones only
                 buffer = states.new_zeros((*states.shape[:2], size, states.shape[3]))
                 buffer[:, :, length - states.shape[2] : length] = states
-                both.append(in_place(buffer))
+                both.append(buffer)
             layers.append((both[0], both[1]))
         lengths = torch.full((len(mask),), length, device=mask.device)
         known = mask.new_ones((len(mask), size), dtype=torch.bool)
         known[:, :length] = mask.bool()
-        return cls(layers, in_place(lengths), in_place(known), in_place((mask == 0).sum(1, keepdim=True)))
+        return cls(layers, lengths, known, (mask == 0).sum(1, keepdim=True))
 
-    def make_room(self, columns: int) -> None:
-        """Have at least so many slots."""
+    def make_room(self, columns: int) -> bool:
+        """Have at least so many slots; return whether the buffers are new."""
         size, here = power_of_two(columns), self.known.shape[1]
         if size <= here:
-            return
+            return False
         more = size - here
         pad = torch.nn.functional.pad
-        self.layers = [
-            (in_place(pad(keys, (0, 0, 0, more))), in_place(pad(values, (0, 0, 0, more))))
-            for keys, values in self.layers
-        ]
-        self.known = in_place(pad(self.known, (0, more), value=True))
+        self.layers = [(pad(keys, (0, 0, 0, more)), pad(values, (0, 0, 0, more))) for keys, values in self.layers]
+        self.known = pad(self.known, (0, more), value=True)
+        return True
 
     def keep_rows(self, rows: Tensor) -> None:
         """Keep ``rows`` only; a row may occur more than once."""
-        self.layers = [(take_rows(keys, rows), take_rows(values, rows)) for keys, values in self.layers]
-        self.lengths, self.known = take_rows(self.lengths, rows), take_rows(self.known, rows)
-        self.before = take_rows(self.before, rows)
+        self.layers = [(keys.index_select(0, rows), values.index_select(0, rows)) for keys, values in self.layers]
+        self.lengths, self.known = self.lengths.index_select(0, rows), self.known.index_select(0, rows)
+        self.before = self.before.index_select(0, rows)
+
+    def move(self, put: PutBuffer, number: int = 0) -> None:
+        """Move the buffers, those of the cache ``number`` of a draft, to where ``put`` puts them."""
+        self.layers = [
+            (put((number, layer, "keys"), keys), put((number, layer, "values"), values))
+            for layer, (keys, values) in enumerate(self.layers)
+        ]
+        self.lengths, self.known = put((number, "lengths"), self.lengths), put((number, "known"), self.known)
+        self.before = put((number, "before"), self.before)
 
     def opened(self) -> OpenKeys:
         """Return the cache that layers are given during one proposal."""
@@ -217,12 +231,6 @@ def why_not_static(config: Any) -> str | None:
     return f"it has layers of kind {unknown[0]!r}" if unknown else None
 
 
-def take_rows(buffer: Tensor, rows: Tensor) -> Tensor:
-    """Return ``buffer`` (batch, ...) with ``rows`` only, at the same address if there are as many."""
-    moved = buffer.index_select(0, rows.to(buffer.device))
-    return buffer.copy_(moved) if moved.shape == buffer.shape else in_place(moved)
-
-
 class CompiledDrafter(Drafter):
     """A drafter that runs ``inner`` compiled, with padded inputs and with random numbers drawn outside the graph.
 
@@ -231,6 +239,7 @@ class CompiledDrafter(Drafter):
 
     def __init__(self, inner: StaticDrafter, request: DraftContext, compiler: Compiler) -> None:
         self._inner, self._request, self._compiler = inner, request, compiler
+        self._kept = compiler.buffers_of(inner.draft, inner.device)
         self._depth = min(compiler.depth, inner.deepest)
         self._open = max_expanded_nodes(request.config, self._depth)
         self._lengths = [request.input_ids.shape[1] + 1] * len(request.input_ids)
@@ -238,6 +247,7 @@ class CompiledDrafter(Drafter):
         end = request.input_ids.shape[1] + 1 + compiler.depth + 1 + self._open
         self._inner.make_room(fewest_slots(None if compiler.most_new is None else end + compiler.most_new))
         self._pad_batch(list(range(len(self._lengths))))
+        self._inner.move(self._kept.put)
 
     def _pad_batch(self, rows: list[int]) -> None:
         size = power_of_two(len(rows))
@@ -255,7 +265,8 @@ class CompiledDrafter(Drafter):
         width = self._compiler.depth + 1
         amounts = accepted.amounts
         self._lengths = [length + count for length, count in zip(self._lengths, amounts, strict=True)]
-        self._inner.make_room(max(self._lengths) + max(width, accepted.tokens.shape[1]) + self._open)
+        if self._inner.make_room(max(self._lengths) + max(width, accepted.tokens.shape[1]) + self._open):
+            self._inner.move(self._kept.put)
         if accepted.tokens.shape[1] > width:  # longer than a path, as after plain steps: read the rest first
             rest, accepted = _split(accepted, width)
             self._inner.read(self._padded(rest, rest.tokens.shape[1]))
@@ -293,6 +304,7 @@ class CompiledDrafter(Drafter):
     def keep_rows(self, rows: Tensor) -> None:
         """Keep ``rows`` only."""
         self._pad_batch(to_list(rows))
+        self._inner.move(self._kept.put)
 
 
 def _grow_proposal(inner: StaticDrafter, accepted: AcceptedTokens, limit: int, prepared: PreparedDraft) -> Proposal:

@@ -21,6 +21,7 @@ from transformers.utils import logging
 
 from ..device_tensors import to_device, to_list
 from .graphs import Graphs, compiled_model, taking_turns, why_not_compiled
+from .kept import KeptBuffers
 from .kv_view import KVView
 from .names import CACHE
 from .plain import rounding_of_a_forward
@@ -51,6 +52,7 @@ class StaticCacheRunner(ModelRunner):
     ) -> None:
         super().__init__(model, feature_layers, hidden_states)
         self.compiled: CompiledForward | None = None  # from the prefill on, if the model is to be compiled
+        self._kept = KeptBuffers()
         self._widest = widest or 1
         self._numbers: list[int] = []  # batch indices of the unfinished rows
 
@@ -68,7 +70,9 @@ class StaticCacheRunner(ModelRunner):
         return False
 
     def _slots_over(self, cache: Any, batch: int, device: torch.device, padding: Tensor | None, nodes: int) -> KVView:
-        slots = StaticTreeKVCache.adopt(cache, batch, device, self._widest, self.most_new_tokens)
+        if self.compiled is not None:
+            self._kept = KeptBuffers(self.model, self.compiled.config, device)
+        slots = StaticTreeKVCache.adopt(cache, batch, device, self._widest, self.most_new_tokens, self._kept)
         return StaticKVView(slots, cache, padding, self.most_new_tokens)
 
     def _start(self, cache: Any, batch: int, *args: Any) -> None:
@@ -113,6 +117,9 @@ class StaticCacheRunner(ModelRunner):
     def compilation(self) -> tuple[int, float]:
         """Return how many graphs were compiled since the prefill, and the seconds that took."""
         return (0, 0.0) if self.compiled is None else (self.compiled.graphs.made, self.compiled.graphs.seconds)
+
+    def free_buffers(self) -> None:
+        self._kept.free()
 
     def _save(self, rows: Iterable[int]) -> None:
         for i in rows:
@@ -165,7 +172,8 @@ class CompiledForward:
     """A model's forward, compiled as plain ``generate`` does it, with masks made outside the graph."""
 
     def __init__(self, model: Any, config: CompileConfig | None, watched: Sequence[int] = ()) -> None:
-        self._model, self._compiled = model, compiled_model(model, config, watched)
+        self.config: CompileConfig = config or model._default_compile_config()
+        self._model, self._compiled = model, compiled_model(model, self.config, watched)
         self.graphs = Graphs()
 
     def __call__(self, inputs: dict[str, Any]) -> Any:

@@ -15,11 +15,11 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
-from torch._inductor import config as inductor
 from transformers import CompileConfig
 from transformers.utils import logging
 
 from .attention import folding_in_graphs
+from .kept import NEW_MEMORY, KeptBuffers
 from .modules import modules_of
 
 T = TypeVar("T")
@@ -28,8 +28,6 @@ T = TypeVar("T")
 FIXED_SHAPES = {"dynamic": False, "recompile_limit": 256}
 
 _OWN_FORWARD = frozenset(("forward", "_compiled_call_impl"))  # attributes of a module that its class does not set
-
-NEW_MEMORY = ("cpu",)  # devices on which a graph returns new memory each time: without CUDA graphs or the like
 
 logger = logging.get_logger(__name__)
 
@@ -41,16 +39,6 @@ _compiled: list[tuple[Callable[..., Any], dict[str, Any], tuple[int, ...], Calla
 def lasting(tensor: Tensor) -> Tensor:
     """Return ``tensor`` in memory of its own where the next run of a graph overwrites its previous outputs."""
     return tensor if tensor.device.type in NEW_MEMORY else tensor.clone()
-
-
-def in_place(buffer: Tensor) -> Tensor:
-    """Tell graphs that are replayed that the address of ``buffer`` does not change; return ``buffer``.
-
-    Not where torch freezes graphs: they would read this buffer where a later call has another one.
-    """
-    if not inductor.freezing:
-        torch._dynamo.mark_static_address(buffer)
-    return buffer
 
 
 class Graphs:
@@ -80,10 +68,21 @@ class Compiler:
     def __init__(
         self, config: CompileConfig | None, depth: int, most_new: int | None = None, begins_step: bool = True
     ) -> None:
+        self.config = config or CompileConfig()
         self.depth, self.most_new, self._begins_step = depth, most_new, begins_step
         self.graphs = Graphs()
-        options = (config or CompileConfig()).to_dict()
-        self._options = options | FIXED_SHAPES | {"fullgraph": True}
+        self._options = self.config.to_dict() | FIXED_SHAPES | {"fullgraph": True}
+        self._kept: list[KeptBuffers] = []
+
+    def buffers_of(self, draft: nn.Module, device: torch.device) -> KeptBuffers:
+        """Return the memory of ``draft``'s buffers, until ``free_buffers``."""
+        self._kept.append(KeptBuffers(draft, self.config, device))
+        return self._kept[-1]
+
+    def free_buffers(self) -> None:
+        """Leave the memory of all drafts to the next call."""
+        for kept in self._kept:
+            kept.free()
 
     def __call__(self, function: Callable[..., T], owner: Any, *args: Any) -> T:
         """Return ``function(*args)``, compiled; run eagerly, after one warning, if that fails for its ``owner``.
@@ -123,7 +122,7 @@ def is_compiled(model: nn.Module) -> bool:
     )
 
 
-def compiled_model(model: Any, config: CompileConfig | None, watched: Sequence[int]) -> Callable[..., Any]:
+def compiled_model(model: Any, config: CompileConfig, watched: Sequence[int]) -> Callable[..., Any]:
     """Return ``model`` compiled as ``get_compiled_call`` does it, but with a separate cache of graphs.
 
     Torch allows eight graphs per model, then refuses or runs eagerly. Ours would leave none to plain ``generate``,
@@ -132,8 +131,7 @@ def compiled_model(model: Any, config: CompileConfig | None, watched: Sequence[i
     """
     if model.get_compiled_call(config) == model.__call__:
         return cast(Callable[..., Any], model.__call__)  # transformers does not compile this architecture
-    options = (config or model._default_compile_config()).to_dict()
-    options |= FIXED_SHAPES | {"isolate_recompiles": True}
+    options = config.to_dict() | FIXED_SHAPES | {"isolate_recompiles": True}
     compiled = _compiled_with(nn.Module.__call__, options, tuple(watched))
     return functools.partial(compiled, model)
 

@@ -209,6 +209,9 @@ class ModelRunner:
             and not foreign_hooks(self.model)
         )
 
+    def free_buffers(self) -> None:
+        """Leave buffers at fixed addresses to the next call, at the end of this one."""
+
     def verifies_with_prompt(self, generation_config: GenerationConfig, model_kwargs: dict[str, Any]) -> bool:
         """Tell whether ``prefill_with_draft_tokens`` can replace ``prefill``.
 

@@ -28,7 +28,7 @@ from transformers.cache_utils import (
 from ..device_tensors import cached_arange, to_device, to_list
 from ..versions import DummyLayer
 from .buffers import SequenceLengths
-from .graphs import in_place
+from .kept import KeptBuffers
 from .kv_view import KVView
 from .masks import TreeMask
 from .rings import Ring, RingMask, fewest_slots, ring_size
@@ -41,9 +41,10 @@ class StaticSlotLayer(CacheLayerMixin):
 
     is_compileable = True
 
-    def __init__(self, rows: SequenceLengths, ring: Ring, window: int | None = None) -> None:
+    def __init__(self, rows: SequenceLengths, ring: Ring, window: int | None, number: int, kept: KeptBuffers) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.rows, self.ring, self.window = rows, ring, window
+        self._number, self._kept = number, kept
         self.is_sliding = window is not None
         self.indexer_keys: Tensor | None = None
 
@@ -54,7 +55,7 @@ class StaticSlotLayer(CacheLayerMixin):
 
     def put(self, name: str, by_slot: Tensor) -> None:
         """Use ``by_slot`` (batch, slots, ...) as the buffer ``name`` from now on."""
-        setattr(self, name, in_place(by_slot.transpose(1, DIMS[name]).contiguous()))
+        setattr(self, name, self._kept.put((self._number, name), by_slot.transpose(1, DIMS[name])))
         self.is_initialized = True
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -121,7 +122,13 @@ class StaticTreeKVCache(Cache):
 
     @classmethod
     def adopt(
-        cls, cache: StaticCache, batch_size: int, device: torch.device, widest: int, most_new: int | None = None
+        cls,
+        cache: StaticCache,
+        batch_size: int,
+        device: torch.device,
+        widest: int,
+        most_new: int | None,
+        kept: KeptBuffers,
     ) -> StaticTreeKVCache:
         """Take over the contents of ``cache`` after the prefill, when all rows have the same length.
 
@@ -132,7 +139,10 @@ class StaticTreeKVCache(Cache):
         rows = SequenceLengths(torch.full((batch_size,), length, device=device), [length] * batch_size)
         shortest = fewest_slots(None if most_new is None else length + most_new + widest)
         rings: dict[int, Ring] = {}
-        layers = [_adopt_layer(layer, rows, rings, widest, shortest) for layer in cache.layers]
+        layers = [
+            _adopt_layer(layer, rows, rings, widest, shortest, number, kept)
+            for number, layer in enumerate(cache.layers)
+        ]
         if not getattr(cache, "_is_user_defined", False):
             _forget(cache)
         return cls(layers, rows, shortest)
@@ -250,20 +260,27 @@ def unsupported_static_layer(cache: StaticCache) -> str | None:
     return next((f"a {type(layer).__name__}" for layer in cache.layers if type(layer) not in known), None)
 
 
-def _adopt_layer(layer: Any, rows: SequenceLengths, rings: dict[int, Ring], widest: int, shortest: int) -> Any:
+def _adopt_layer(
+    layer: Any,
+    rows: SequenceLengths,
+    rings: dict[int, Ring],
+    widest: int,
+    shortest: int,
+    number: int,
+    kept: KeptBuffers,
+) -> Any:
     if not isinstance(layer, StaticLayer):
         return layer
     window = layer.max_cache_len if layer.is_sliding else None
     length = rows.longest
     size = ring_size(window, length + widest, widest, shortest)
-    slots = StaticSlotLayer(rows, rings.setdefault(size, Ring(size)), window)
+    slots = StaticSlotLayer(rows, rings.setdefault(size, Ring(size)), window, number, kept)
     held = length if window is None else min(length, window)
-    column = torch.arange(length - held, length)
     for name, dim in DIMS.items():
         if (states := getattr(layer, name, None)) is not None:
             by_column = states.transpose(1, dim)  # (batch, slots, ...)
             ring = by_column.new_zeros((len(by_column), size, *by_column.shape[2:]))
-            ring[:, (column % size).to(ring.device)] = by_column[:, :held]
+            ring[:, cached_arange(held, ring.device, length - held) % size] = by_column[:, :held]
             slots.put(name, ring)
     return slots
 

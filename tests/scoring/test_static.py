@@ -36,6 +36,7 @@ from hf_spec.drafts.mtp.configuration import MTPSpeculatorConfig
 from hf_spec.scoring import rings
 from hf_spec.scoring.compiled import CompiledForward
 from hf_spec.scoring.factory import runner_for
+from hf_spec.scoring.kept import KeptBuffers
 from hf_spec.scoring.names import CACHE
 from hf_spec.scoring.plain import new_cache, new_static_cache, prompt_kwargs
 from hf_spec.scoring.rings import Ring, fewest_slots, power_of_two, ring_size
@@ -299,7 +300,7 @@ def test_a_call_that_fails_before_it_shows_text_leaves_the_cache_as_it_was(name:
 
 def test_draft_tokens_that_overflow_are_rolled_back() -> None:
     """A nan in the slot of a draft token would reach every query of a mask that hides it: 0 * nan."""
-    cache = StaticTreeKVCache.adopt(prefilled(target("gemma2")), 1, torch.device("cpu"), 4)
+    cache = StaticTreeKVCache.adopt(prefilled(target("gemma2")), 1, torch.device("cpu"), 4, None, KeptBuffers())
     cache.make_room(4)
     cache.reserve(4)
     states = torch.full((1, cache.layers[0].keys.shape[1], 4, cache.layers[0].keys.shape[3]), torch.nan)
@@ -318,7 +319,7 @@ def test_draft_tokens_that_overflow_are_rolled_back() -> None:
 
 @torch.no_grad()
 def test_a_wider_block_gets_its_room_where_the_text_itself_needs_no_more() -> None:
-    cache = StaticTreeKVCache.adopt(prefilled(target("gemma2")), 1, torch.device("cpu"), 1)
+    cache = StaticTreeKVCache.adopt(prefilled(target("gemma2")), 1, torch.device("cpu"), 1, None, KeptBuffers())
     windows = [layer for layer in cache.slot_layers if layer.window is not None]
     assert windows
     for count in (4, 19):  # the text and either fit 32 slots

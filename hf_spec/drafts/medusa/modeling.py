@@ -24,7 +24,7 @@ from ...proposal import Proposal
 from ..base import AcceptedTokens, DraftContext, Drafter, DraftOutput, draft_log_probs
 from ..files import Checkpoint
 from ..modeling import DraftModel, only_one
-from ..static import StaticDrafter
+from ..static import PutBuffer, StaticDrafter
 from ..trees import PreparedDraft, grow_at_once
 from .configuration import MedusaSpeculatorConfig
 from .formats import FORMATS, unserved
@@ -70,8 +70,12 @@ class MedusaDrafter(StaticDrafter):
     def read(self, accepted: AcceptedTokens) -> None:
         """Do nothing: only the last state counts."""
 
-    def make_room(self, columns: int) -> None:
-        """Do nothing: there is no cache."""
+    def make_room(self, columns: int) -> bool:
+        """Return False: there is no cache."""
+        return False
+
+    def move(self, put: PutBuffer) -> None:
+        """Do nothing: there is no buffer."""
 
     def keep_rows(self, rows: Tensor) -> None:
         """Keep ``rows`` only: there is no state per row."""

@@ -23,7 +23,7 @@ from ..draft_kv import DraftKV, StaticDraftKV
 from ..files import Checkpoint
 from ..fusing import FusingDraftModel
 from ..fusing_files import sort_features
-from ..static import StaticDrafter
+from ..static import PutBuffer, StaticDrafter
 from ..trees import PreparedDraft, grow_at_once
 from .configuration import PEagleSpeculatorConfig
 from .formats import FORMATS, engines
@@ -58,8 +58,11 @@ class PEagleDrafter(StaticDrafter):
         assert accepted.features is not None
         self._kv.opened().read(accepted.tokens, accepted, features=accepted.features)
 
-    def make_room(self, columns: int) -> None:
-        cast(StaticDraftKV, self._kv).keys.make_room(columns)
+    def make_room(self, columns: int) -> bool:
+        return cast(StaticDraftKV, self._kv).keys.make_room(columns)
+
+    def move(self, put: PutBuffer) -> None:
+        cast(StaticDraftKV, self._kv).keys.move(put)
 
     def keep_rows(self, rows: Tensor) -> None:
         """Keep ``rows`` only."""

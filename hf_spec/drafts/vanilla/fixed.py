@@ -29,7 +29,7 @@ from ...scoring.plain import (
 from ...scoring.prompts import tokens_for
 from ...scoring.trials import in_short, tried_once
 from ..base import AcceptedTokens, DraftContext
-from ..static import OpenKeys, StaticDrafter, StaticKeys, why_not_static
+from ..static import OpenKeys, PutBuffer, StaticDrafter, StaticKeys, why_not_static
 from ..trees import PreparedDraft, grow
 from .vocabulary_padding import VocabularyPadding
 
@@ -135,8 +135,11 @@ class FixedVanillaDrafter(StaticDrafter):
         keys.commit(accepted.counts)
         return keys, logits
 
-    def make_room(self, columns: int) -> None:
-        self._kv.keys.make_room(columns)
+    def make_room(self, columns: int) -> bool:
+        return self._kv.keys.make_room(columns)
+
+    def move(self, put: PutBuffer) -> None:
+        self._kv.keys.move(put)
 
     def keep_rows(self, rows: Tensor) -> None:
         self._kv.keys.keep_rows(rows.to(self.device))
