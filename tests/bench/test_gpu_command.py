@@ -14,7 +14,7 @@ import torch
 
 from hf_spec.bench.gpu import command, plan
 from hf_spec.bench.gpu.command import RESULTS, main
-from hf_spec.bench.gpu.page import page
+from hf_spec.bench.gpu.page import made_from, page
 
 
 def read(out: Path) -> Any:
@@ -59,7 +59,11 @@ def test_it_runs_to_its_end_and_goes_on_after_a_kill(tmp_path: Path, capsys: pyt
     assert after["environment"]["commit"] and after["environment"]["torch"] == torch.__version__
     shown = (tmp_path / "page.md").read_text(encoding="utf-8")
     assert shown in capsys.readouterr().out and "Not complete" not in shown
-    assert not [*tmp_path.glob(".*")]
+    assert not [*tmp_path.glob(".*")] and "\\*" not in shown
+    after["parts"]["decoding-tiny-1"]["cells"]["EAGLE-3, eager"]["commit"] = "feed" * 10
+    marked = page(after)
+    assert "| EAGLE-3, eager \\* |" in marked and "s) \\* |" in marked and "(\\*: feedfeedfeed)" in made_from(after)
+    after = read(tmp_path)
     for table in re.findall(r"(?:^\|.*\|\n)+", shown, re.M):
         assert len({line.count("|") for line in table.splitlines()}) == 1, table
     main(["--out", str(tmp_path), "--tiny"])

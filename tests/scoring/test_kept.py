@@ -209,9 +209,10 @@ def test_no_graph_is_recorded_twice(shape: str | None, monkeypatch: pytest.Monke
         return record(manager, inputs, function)
 
     monkeypatch.setattr(CUDAGraphTreeManager, "record_function", noted)
-    model = build("llama").to("cuda", torch.bfloat16)
+    model = build("llama").to(torch.bfloat16)
+    draft, model = noisy(model).to("cuda"), model.to("cuda")
     given = {name: one.to("cuda") for name, one in prompts(3).items()}
-    own: dict[str, Any] = {"speculator": noisy(model), "cache_implementation": "static", "compile_config": None}
+    own: dict[str, Any] = {"speculator": draft, "cache_implementation": "static"}
     own |= {"speculation_config": SpeculationConfig(tree=shape, num_speculative_tokens=3)}
     found, junk = [], []
     for call in range(6):

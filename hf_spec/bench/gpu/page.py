@@ -42,6 +42,8 @@ def made_from(results: dict[str, Any]) -> str:
     here = results["environment"]
     device = here["device"] + (f" (driver, memory, power: {here['driver']})" if here["driver"] else "")
     commit = here["commit"][:12] + (" with changes" if here["changed"] else "")
+    if others := sorted({cell["commit"][:12] for cell in _cells(results) if _is_of_another(cell, here["commit"])}):
+        commit += f" (\\*: {', '.join(others)})"
     versions = {"torch": "torch", "CUDA": "cuda", "transformers": "transformers", "Triton": "triton"}
     named = [f"{name} {here[key]}" for name, key in versions.items() if here[key]]
     return f"{device}, {here['cores']} cores of {here['processor']}. Commit {commit}, {', '.join(named)}."
@@ -60,11 +62,21 @@ def summary(results: dict[str, Any], batches: Sequence[int] = (), forms: Sequenc
             cells = [one.get(f"{way}, {form}") for one in columns.values()]
             plain = [one.get(f"{PLAIN}, {form}") for one in columns.values()]
             if any(cells):
-                lines.append(_row(f"{way}, {form}", *map(_brief, cells, plain)))
+                commit = results["environment"].get("commit")
+                lines.append(_row(f"{way}, {form}", *map(_brief, cells, plain, [commit] * len(cells))))
     return "\n".join(lines) if lines[2:] else ""
 
 
-def _brief(cell: dict[str, Any] | None, plain: dict[str, Any] | None) -> str:
+def _cells(results: dict[str, Any]) -> list[dict[str, Any]]:
+    return [cell for part in results["parts"].values() for cell in part["cells"].values()]
+
+
+def _is_of_another(cell: dict[str, Any], commit: str | None) -> bool:
+    """Tell whether a cell, put into these results by hand, was measured at another commit than ``commit``."""
+    return bool(cell.get("commit", commit) != commit)
+
+
+def _brief(cell: dict[str, Any] | None, plain: dict[str, Any] | None, commit: str | None) -> str:
     """Return a cell of the summary, next to ``plain`` in the same form."""
     if cell is None:
         return "-"
@@ -76,7 +88,8 @@ def _brief(cell: dict[str, Any] | None, plain: dict[str, Any] | None) -> str:
         speed = f"{cell['tokens_per_second']:.0f} tokens/s"
     parts = [cell[f"{what}_seconds"] for what in ("target", "draft", "rest")]
     seconds = [cell["seconds"]] if None in parts else parts
-    return f"{speed} ({' + '.join(f'{one:.2f}' for one in seconds)} s)"
+    mark = " \\*" if _is_of_another(cell, commit) else ""
+    return f"{speed} ({' + '.join(f'{one:.2f}' for one in seconds)} s){mark}"
 
 
 def tables(results: dict[str, Any]) -> str:
@@ -89,7 +102,7 @@ def tables(results: dict[str, Any]) -> str:
         elif name.startswith("training"):
             lines += _training(part["cells"])
         else:
-            lines += _decoding(part["cells"])
+            lines += _decoding(part["cells"], results["environment"].get("commit"))
         if not part.get("complete"):
             lines += ["", "Not complete: the command was stopped here, or asked for some cells only."]
     return "\n".join(lines[1:]) + "\n"
@@ -99,7 +112,7 @@ def _row(*cells: str) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def _decoding(cells: dict[str, Any]) -> list[str]:
+def _decoding(cells: dict[str, Any], commit: str | None) -> list[str]:
     lines = [_row(*HEAD), "|---" * len(HEAD) + "|"]
     for name, cell in cells.items():
         if "error" in cell:
@@ -111,7 +124,8 @@ def _decoding(cells: dict[str, Any]) -> list[str]:
         seconds = ["?" if one is None else f"{one:.3f}" for one in (cell["seconds"], *parts)]
         step = cell["tokens_per_step"]
         text = cells.get("plain, eager", {}).get("text")
-        same = "?" if text is None else "yes" if cell["text"] == text else "no"
+        same = "?" if None in (text, cell["text"]) else "yes" if cell["text"] == text else "no"
+        name += " \\*" if _is_of_another(cell, commit) else ""
         accepted = "1" if name.startswith("plain") else "?" if step is None else f"{step:.2f}"
         lines.append(_row(name, f"{cell['tokens_per_second']:.0f}", *ratios, *seconds, accepted, same))
     return lines
