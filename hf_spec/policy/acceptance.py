@@ -11,18 +11,24 @@ from .base import MAX_LENGTH, DraftSource, Estimate
 DECAY = 0.98  # weight of a step after the next one; half of all weight is on the last 34 steps (replay: 0.97 to 0.98)
 PLAIN_DECAY = DECAY ** (2 / 3)  # the same after a step that drafted nothing, and so taught nothing
 PRIOR_ACCEPTANCE = 0.8  # of a draft token whose predecessor was accepted, before any was seen (replay: 0.7 to 0.8)
+DISAGREED = 2.0  # the prior after a match of n tokens is n / (n + this): the next of n equal ones is equal, too
 PRIOR_STEPS = 2.0  # steps that the prior weighs as much as, and earlier calls at most
 BINS = 8  # of confidence, each calibrated by itself: as many as some hundred tokens fill
 FADED_TOGETHER = 8  # plain steps after which the averages fade at once: plain steps have to be cheap
 BIN_PRIOR = 5.0  # draft tokens per bin that were accepted as often as the confidence said, before any was seen
 
-NO_FEATURE = 0  # the feature of draft tokens of which nothing is known but source and position
+EXACT_LENGTHS = 4  # tokens of a match, up to which every length has its own record; then every power of two
+NO_MATCH = 0  # the class of draft tokens of which nothing is known but source and position
 
 
 class PositionCounts:
-    """Acceptance by position: how many steps proposed more than j draft tokens, and how many accepted more than j."""
+    """Acceptance by position: how many steps proposed more than j draft tokens, and how many accepted more than j.
 
-    def __init__(self) -> None:
+    ``agreed``: the draft tokens follow a match of about so many tokens. Each that is accepted makes it longer.
+    """
+
+    def __init__(self, agreed: int = 0) -> None:
+        self._agreed = agreed
         self._proposed: list[float] = []
         self._accepted: list[float] = []
         self._survival: list[float] = []  # what follows from the counts, until they change
@@ -54,12 +60,17 @@ class PositionCounts:
             return self._survival[:length]
         found, survival = [], 1.0
         seen = zip(chain(self._proposed, repeat(0.0)), chain(self._accepted, repeat(0.0)), strict=False)
-        for proposed, accepted in islice(seen, max(length, MAX_LENGTH)):
-            prior = PRIOR_STEPS * PRIOR_ACCEPTANCE * survival
+        for position, (proposed, accepted) in enumerate(islice(seen, max(length, MAX_LENGTH))):
+            prior = PRIOR_STEPS * self._prior(position) * survival
             survival = min(survival, (accepted + prior) / (proposed + PRIOR_STEPS))
             found.append(survival)
         self._survival = found
         return found[:length]
+
+    def _prior(self, position: int) -> float:
+        """Return the acceptance of a draft token whose predecessor was accepted, before any was seen."""
+        agreed = self._agreed + position
+        return agreed / (agreed + DISAGREED) if self._agreed else PRIOR_ACCEPTANCE
 
 
 class Calibration:
@@ -88,24 +99,31 @@ def _bin(probability: float) -> int:
 
 
 class AcceptanceEstimator:
-    """Acceptance of every source: averages by position, by a feature such as the match length, and calibrations."""
+    """Acceptance of every source: averages by position, for n-grams by the length of their match, and calibrations."""
 
     def __init__(self) -> None:
-        self._counts: defaultdict[tuple[DraftSource, int], PositionCounts] = defaultdict(PositionCounts)
+        self._counts: dict[tuple[DraftSource, int], PositionCounts] = {}
         self.calibration: defaultdict[DraftSource, Calibration] = defaultdict(Calibration)
         self._plain_steps = 0  # since the averages last faded
 
+    def _counts_of(self, source: DraftSource, agreed: int) -> PositionCounts:
+        match = match_class(agreed)
+        return self._counts.setdefault((source, match), PositionCounts(_middle_of(match)))
+
     def begin_call(self, batch_size: int) -> None:
         """Let the averages of earlier calls weigh as much as the prior: other text may be accepted otherwise."""
-        for (_, feature), counts in list(self._counts.items()):
-            if feature == NO_FEATURE:
+        for (_, match), counts in list(self._counts.items()):
+            if match == NO_MATCH:
                 counts.limit(PRIOR_STEPS * batch_size)
 
     def record(
-        self, source: DraftSource, proposed: Sequence[int], accepted: Sequence[int], feature: int = NO_FEATURE
+        self, source: DraftSource, proposed: Sequence[int], accepted: Sequence[int], agreed: int = NO_MATCH
     ) -> None:
-        """Count how many tokens were proposed and accepted in one step, per sequence; none: another source drafted."""
-        counts = self._counts[source, feature]
+        """Count how many tokens were proposed and accepted in one step, per sequence; none: another source drafted.
+
+        ``agreed``: they were found by a match of so many tokens.
+        """
+        counts = self._counts_of(source, agreed)
         counts.scale(DECAY if any(proposed) else PLAIN_DECAY)
         if any(proposed):
             counts.record(proposed, accepted)
@@ -115,17 +133,27 @@ class AcceptanceEstimator:
         self._plain_steps += 1
         if self._plain_steps == FADED_TOGETHER:
             self._plain_steps = 0
-            for (_, feature), counts in list(self._counts.items()):
-                if feature == NO_FEATURE:
+            for (_, match), counts in list(self._counts.items()):
+                if match == NO_MATCH:
                     counts.scale(PLAIN_DECAY**FADED_TOGETHER)
 
-    def survival(self, source: DraftSource, length: int, feature: int = NO_FEATURE) -> list[float]:
+    def survival(self, source: DraftSource, length: int, agreed: int = NO_MATCH) -> list[float]:
         """Return for each position the probability that its draft token is accepted, with all before it."""
-        return self._counts[source, feature].survival(length)
+        return self._counts_of(source, agreed).survival(length)
 
     def estimate(self, source: DraftSource, batch_size: int, length: int) -> Estimate:
         """Return the average of ``source`` for every sequence."""
         return Estimate(source, [self.survival(source, length)] * batch_size)
+
+
+def match_class(agreed: int) -> int:
+    """Number the matches that are judged alike: of 1, 2, 3, 4, 5 to 7, 8 to 15, ... tokens; 0 for none."""
+    return agreed if agreed <= EXACT_LENGTHS else EXACT_LENGTHS + agreed.bit_length() - 2
+
+
+def _middle_of(match: int) -> int:
+    """Return about how many tokens the matches of a class agree over."""
+    return match if match <= EXACT_LENGTHS else 3 << match - EXACT_LENGTHS
 
 
 def num_accepted(drafted: Sequence[int], tokens: Sequence[int]) -> int:

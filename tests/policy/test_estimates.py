@@ -5,8 +5,10 @@ from __future__ import annotations
 import gc
 import random
 import weakref
+from collections import defaultdict
 
 import pytest
+import replay
 from twins import draft, noisy, target
 
 from hf_spec.drafts.ngram.lookups import Lookups
@@ -17,6 +19,8 @@ from hf_spec.policy.acceptance import (
     AcceptanceEstimator,
     Calibration,
     PositionCounts,
+    match_class,
+    num_accepted,
 )
 from hf_spec.policy.base import MAX_LENGTH, DraftSource
 from hf_spec.policy.cost import MeasuredCost, ModelShape, ShapeCost, size_class
@@ -45,7 +49,35 @@ def test_acceptance_is_counted_by_position_and_begins_with_the_prior() -> None:
     for _ in range(300):
         known.record(MODEL, [3], [2])
     assert known.survival(MODEL, 3) == pytest.approx([1, 1, 0], abs=0.05)
-    assert known.survival(NGRAM, 3) == known.survival(MODEL, 3, feature=2) == AcceptanceEstimator().survival(MODEL, 3)
+    assert known.survival(NGRAM, 3) == AcceptanceEstimator().survival(MODEL, 3)
+
+
+def test_the_prior_of_a_match_grows_with_its_length() -> None:
+    """Each token that is accepted makes a match longer: after 1, 2, 3, ... equal tokens 1/3, 2/4, 3/5, ... go on."""
+    known = AcceptanceEstimator()
+    assert known.survival(NGRAM, 3, agreed=1) == pytest.approx([1 / 3, 1 / 3 * 2 / 4, 1 / 3 * 2 / 4 * 3 / 5])
+    firsts = [known.survival(NGRAM, 1, agreed=agreed)[0] for agreed in (1, 2, 3, 4, 6, 12, 24, 48)]
+    assert firsts == sorted(firsts) and firsts[-1] > 0.9
+    for agreed in (5, 7):
+        assert known.survival(NGRAM, 4, agreed=agreed) == known.survival(NGRAM, 4, agreed=6)
+    known.record(NGRAM, [2], [0], agreed=7)
+    assert known.survival(NGRAM, 1, agreed=5) == pytest.approx([PRIOR_STEPS * 6 / 8 / (1 + PRIOR_STEPS)])
+    assert known.survival(NGRAM, 1, agreed=4) == pytest.approx([4 / 6])
+
+
+def test_the_prior_of_a_match_is_what_real_answers_show() -> None:
+    """Of all places in the recorded answers, by match length: the first token, and the second after the first."""
+    found = defaultdict(list)
+    for number, answer in enumerate(replay.ANSWERS):
+        for done, (chain, agreed) in replay.looked_up(number).items():
+            if chain:
+                found[match_class(agreed)].append((num_accepted(chain, answer["ids"][done:]), agreed))
+    known = AcceptanceEstimator()
+    for match, places in found.items():
+        first, second = (sum(right > position for right, _ in places) for position in (0, 1))
+        expected = known.survival(NGRAM, 2, agreed=places[0][1])
+        assert first / len(places) == pytest.approx(expected[0], abs=0.17), match
+        assert second / first == pytest.approx(expected[1] / expected[0], abs=0.17), match
 
 
 def test_a_shorter_draft_counts_as_rejected_beyond_its_end() -> None:
@@ -85,12 +117,12 @@ def test_a_call_begins_with_a_hint_of_earlier_ones_in_averages_alone() -> None:
     known = AcceptanceEstimator()
     for _ in range(50):
         known.record(MODEL, [2], [0])
-        known.record(NGRAM, [2], [0], feature=3)
-    by_match = known.survival(NGRAM, 1, feature=3)
+        known.record(NGRAM, [2], [0], agreed=3)
+    by_match = known.survival(NGRAM, 1, agreed=3)
     known.begin_call(1)
     half = PRIOR_ACCEPTANCE / 2
     assert known.survival(MODEL, 1) == pytest.approx([half])
-    assert known.survival(NGRAM, 1, feature=3) == by_match
+    assert known.survival(NGRAM, 1, agreed=3) == by_match
     known.begin_call(8)  # as it was: at most
     assert known.survival(MODEL, 1) == pytest.approx([half])
 
@@ -121,12 +153,28 @@ def test_lookups_are_learned_from_by_match_length_whether_drafted_or_not() -> No
     lookups, text = Lookups(known, 1), [1, 2, 3]
     unknown = lookups.survival(0, text, (4, 5, 9), agreed=2)
     assert lookups.survival(0, [*text, 4, 5], (), agreed=0) == []
-    assert known.survival(NGRAM, 3, feature=2) == unknown, "its third token is not known to be wrong yet"
+    assert known.survival(NGRAM, 3, agreed=2) == unknown, "its third token is not known to be wrong yet"
     lookups.survival(0, [*text, 4, 5, 6], (), agreed=0)
+    expected, others = AcceptanceEstimator(), known.survival(NGRAM, 3, agreed=1)
+    expected.record(NGRAM, [3], [2], agreed=2)
+    assert known.survival(NGRAM, 3, agreed=2) == expected.survival(NGRAM, 3, agreed=2)
+    assert others == AcceptanceEstimator().survival(NGRAM, 3, agreed=1), "of other matches it says nothing"
+
+
+def test_a_lookup_that_is_wrong_is_learned_from_at_once() -> None:
+    known = AcceptanceEstimator()
+    lookups, text = Lookups(known, 1), [1, 2, 3]
+    lookups.survival(0, text, tuple(range(4, 20)), agreed=2)
+    lookups.survival(0, [*text, 9], tuple(range(10, 26)), agreed=3)
     expected = AcceptanceEstimator()
-    expected.record(NGRAM, [3], [2])
-    assert known.survival(NGRAM, 3, feature=2) == expected.survival(NGRAM, 3)
-    assert known.survival(NGRAM, 3, feature=1) == unknown, "of other matches it says nothing"
+    expected.record(NGRAM, [16], [0], agreed=2)
+    assert known.survival(NGRAM, 16, agreed=2) == expected.survival(NGRAM, 16, agreed=2)
+    for end in range(11, 26):  # the second goes on being right
+        assert lookups.survival(0, [*text, 9, *range(10, end)], (), agreed=0) == []
+        assert known.survival(NGRAM, 16, agreed=3) == AcceptanceEstimator().survival(NGRAM, 16, agreed=3)
+    lookups.survival(0, [*text, 9, *range(10, 26)], (), agreed=0)
+    expected.record(NGRAM, [16], [16], agreed=3)
+    assert known.survival(NGRAM, 16, agreed=3) == expected.survival(NGRAM, 16, agreed=3)
 
 
 # --- Step times ------------------------------------------------------------------------------------------------------
