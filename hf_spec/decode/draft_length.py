@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from ..drafts.base import Speculator, network_of
 from ..drafts.plain.speculator import PlainSpeculator
 from ..parallel import ModelParallelGroup
-from ..policy.acceptance import AcceptanceEstimator
+from ..policy.acceptance import AcceptanceEstimator, Lag
 from ..policy.adaptive import MIN_SPEEDUP, AdaptiveLength, Idle
 from ..policy.base import MAX_LENGTH, DraftLengthPolicy, DraftPlan, DraftSource
 from ..policy.cost import ShapeCost, StepCost, shape_of, size_class
@@ -34,6 +34,7 @@ class Situation:
     """What the policy of a call depends on besides its settings.
 
     ``is_static``: over a static cache. ``way`` names what else changes step times, such as continuous batching.
+    ``ends_together``: all rows end at the same length, because no token ends a text.
     """
 
     target: PreTrainedModel
@@ -43,6 +44,7 @@ class Situation:
     prompt_length: int
     is_static: bool = False
     way: tuple[Hashable, ...] = ()
+    ends_together: bool = False
 
     @property
     def device(self) -> torch.device:
@@ -98,7 +100,8 @@ def _adaptive(
     lengths: Sequence[int] = (0, first) if situation.is_static else range(longest + 1)
     if by_shapes:
         basis = "by acceptance and shapes, because a seed was set"
-        return AdaptiveLength(shapes, AcceptanceEstimator(), Idle(), first, lengths, basis=basis, agree=agree)
+        lag = Lag() if situation.ends_together else None
+        return AdaptiveLength(shapes, AcceptanceEstimator(), Idle(), first, lengths, basis=basis, agree=agree, lag=lag)
     profile.acceptance.begin_call(situation.batch_size)
     stops_early = (
         ranks.is_alone
@@ -107,7 +110,11 @@ def _adaptive(
         and (config.tree, config.confidence_threshold, situation.is_static, situation.way) == (None, 0, False, ())
     )
     shared = profile.cost, profile.acceptance, profile.idle
-    return AdaptiveLength(*shared, first, lengths, stops_early, agree=agree)
+    lag = None
+    if situation.ends_together:
+        lag = profile.acceptance.lag[size_class(situation.batch_size)]
+        lag.begin_call()
+    return AdaptiveLength(*shared, first, lengths, stops_early, agree=agree, lag=lag)
 
 
 def _first(config: SpeculationConfig, own: int | Literal["auto"] | None) -> int:

@@ -13,6 +13,8 @@ PLAIN_DECAY = DECAY ** (2 / 3)  # the same after a step that drafted nothing, an
 PRIOR_ACCEPTANCE = 0.8  # of a draft token whose predecessor was accepted, before any was seen (replay: 0.7 to 0.8)
 DISAGREED = 2.0  # the prior after a match of n tokens is n / (n + this): the next of n equal ones is equal, too
 PRIOR_STEPS = 2.0  # steps that the prior weighs as much as, and earlier calls at most
+PRIOR_LAG = 8.0  # draft tokens that all rows of a batch accept alike, before any was seen (replay: 4 to 8)
+LEAVING = 0.3  # share of a step's time that its rows take one by one, and save by leaving (replay: 0.3 to 0.4)
 BINS = 8  # of confidence, each calibrated by itself: as many as some hundred tokens fill
 FADED_TOGETHER = 8  # plain steps after which the averages fade at once: plain steps have to be cheap
 BIN_PRIOR = 5.0  # draft tokens per bin that were accepted as often as the confidence said, before any was seen
@@ -98,12 +100,52 @@ def _bin(probability: float) -> int:
     return min(BINS - 1, int(probability * BINS))
 
 
+class Lag:
+    """What the slowest row of a batch gains of what its rows accept on average.
+
+    Where all rows end at the same length, the call ends with the slowest one. The others make it shorter only by
+    leaving earlier.
+    """
+
+    def __init__(self) -> None:
+        self._slowest = self._mean = 0.0  # accepted draft tokens of the slowest row, and of a row on average
+        self._accepted: list[float] = []  # by each of the rows that are there now
+
+    def begin_call(self) -> None:
+        """Begin with other rows; earlier calls weigh as much as the prior."""
+        self._close()
+        share = min(1.0, PRIOR_LAG / self._mean) if self._mean else 0.0
+        self._slowest, self._mean = share * self._slowest, share * self._mean
+
+    def _close(self) -> None:
+        slowest, mean = self._of_these_rows()
+        self._slowest, self._mean, self._accepted = self._slowest + slowest, self._mean + mean, []
+
+    def record(self, accepted: Sequence[int]) -> None:
+        """Count the draft tokens that the rows accepted in a step."""
+        if len(accepted) != len(self._accepted):
+            self._close()
+            self._accepted = [0.0] * len(accepted)
+        self._accepted = [count + more for count, more in zip(self._accepted, accepted, strict=True)]
+
+    def share(self) -> float:
+        """Return the share of an accepted draft token, on average over the rows, that makes a call shorter."""
+        slowest, mean = self._of_these_rows()
+        as_slow_as_all = (self._slowest + slowest + PRIOR_LAG) / (self._mean + mean + PRIOR_LAG)
+        return LEAVING + (1 - LEAVING) * as_slow_as_all
+
+    def _of_these_rows(self) -> tuple[float, float]:
+        rows = self._accepted
+        return (min(rows), sum(rows) / len(rows)) if rows else (0.0, 0.0)
+
+
 class AcceptanceEstimator:
     """Acceptance of every source: averages by position, for n-grams by the length of their match, and calibrations."""
 
     def __init__(self) -> None:
         self._counts: dict[tuple[DraftSource, int], PositionCounts] = {}
         self.calibration: defaultdict[DraftSource, Calibration] = defaultdict(Calibration)
+        self.lag: defaultdict[int, Lag] = defaultdict(Lag)  # by class of batch size
         self._plain_steps = 0  # since the averages last faded
 
     def _counts_of(self, source: DraftSource, agreed: int) -> PositionCounts:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from ..progress import counted
-from .acceptance import FADED_TOGETHER, PRIOR_ACCEPTANCE, AcceptanceEstimator
+from .acceptance import FADED_TOGETHER, PRIOR_ACCEPTANCE, AcceptanceEstimator, Lag
 from .base import MAX_LENGTH, DraftLengthPolicy, DraftPlan, DraftSource, Estimate, StepObservation, better_sources
 from .cost import StepCost
 
@@ -49,7 +49,8 @@ class AdaptiveLength(DraftLengthPolicy):
 
     ``first`` is tried of a source that was not measured. ``lengths`` bounds the choice: over static caches there are
     two, because each one costs a graph. ``stops_early``: a draft model's chain ends where its confidence says so.
-    ``basis`` is for the statistics; ``agree`` returns the plan of the first of several processes.
+    ``basis`` is for the statistics; ``agree`` returns the plan of the first of several processes. ``lag``: all rows
+    end at the same length.
     """
 
     def __init__(
@@ -62,10 +63,11 @@ class AdaptiveLength(DraftLengthPolicy):
         stops_early: bool = False,
         basis: str = "by measured time",
         agree: Callable[[DraftPlan], DraftPlan] = lambda plan: plan,
+        lag: Lag | None = None,
     ) -> None:
         super().__init__(acceptance)
         self.cost, self.idle, self.first, self.lengths = cost, idle, first, lengths
-        self.stops_early = stops_early
+        self.stops_early, self._lag = stops_early, lag
         self._basis, self._agree = basis, agree
         self._chosen: Counter[int] = Counter()
         self._confidence: list[list[float]] = []  # of the draft tokens of this step, by sequence
@@ -105,6 +107,8 @@ class AdaptiveLength(DraftLengthPolicy):
             self.acceptance.record_plain_step()
             return
         super().observe(step)
+        if self._lag is not None:
+            self._lag.record(step.accepted)
         calibration = self.acceptance.calibration[DraftSource.MODEL]
         rows = zip(self._confidence, self._last.sources, step.proposed, step.accepted, strict=False)
         for confidence, own, proposed, accepted in rows:
@@ -174,7 +178,8 @@ class AdaptiveLength(DraftLengthPolicy):
         if not plain or not seconds:
             return len(survival), math.inf
         best, fastest = 0, MIN_SPEEDUP / plain
-        expected = [*itertools.accumulate(survival, initial=1.0)]
+        share = 1.0 if self._lag is None or batch_size == 1 else self._lag.share()
+        expected = [*itertools.accumulate((share * one for one in survival), initial=1.0)]
         for length in self.lengths:
             tokens = expected[min(length, len(survival))]
             if length and (speed := tokens / seconds[length]) > fastest:

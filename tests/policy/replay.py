@@ -26,13 +26,14 @@ from hf_spec.drafts.ngram.lookups import Lookups
 from hf_spec.drafts.ngram.speculator import TextIndex
 from hf_spec.drafts.ngram.suffix_index import match_length
 from hf_spec.policy import acceptance, adaptive, cost
-from hf_spec.policy.base import DraftSource, Estimate, StepObservation
+from hf_spec.policy.base import MAX_LENGTH, DraftSource, Estimate, StepObservation
 from hf_spec.policy.store import Profile
 from hf_spec.whole_files import write_files
 
 ANSWERS: list[dict[str, Any]] = json.loads(
     (Path(__file__).parents[1] / "fixtures" / "smollm2_answers.json").read_text(encoding="utf-8")
 )["answers"]
+CALLS = 4  # of batches, in a pass
 FIRST = 5  # draft tokens of the first step, and most of the EAGLE-3 draft
 # Milliseconds of a forward by tokens, of asking the draft, and of each draft token.
 MACHINES: dict[str, tuple[dict[int, float], float, float]] = {
@@ -66,56 +67,95 @@ def looked_up(number: int) -> dict[int, tuple[tuple[int, ...], int]]:
     return found
 
 
-def decode(kind: str, number: int, profile: Profile, machine: str, seed: int) -> float:
-    """Decode an answer as the loop does; return the milliseconds."""
-    answer, (points, asking, drafting) = ANSWERS[number], MACHINES[machine]
-    ids, done, clock, chance, had_backlog = answer["ids"], answer["prompt"] + 1, 0.0, random.Random(seed), True
-    profile.acceptance.begin_call(1)
-    policy = adaptive.AdaptiveLength(profile.cost, profile.acceptance, profile.idle, FIRST)
-    lookups = Lookups(profile.acceptance, 1)
-    while done < len(ids):
-        room = len(ids) - done
-        chain: Sequence[int]
+class Row:
+    """An answer while it is decoded: ``done`` of its tokens are there, and it gets as many as ``end``."""
+
+    def __init__(self, number: int, new: int) -> None:
+        self.number, self.ids = number, ANSWERS[number]["ids"]
+        self.prompt: int = ANSWERS[number]["prompt"]
+        self.done, self.end = self.prompt + 1, self.prompt + 1 + new
+
+    def chain(self) -> tuple[tuple[int, ...], int]:
+        """Return what n-grams find, and the length of their match."""
+        found, agreed = looked_up(self.number)[self.done]
+        return found[: self.end - self.done], agreed
+
+    def accepted(self, length: int) -> int:
+        """Return how many of ``length`` tokens of the draft model are accepted."""
+        place = self.done - self.prompt - 1
+        return min(int(ANSWERS[self.number]["drafted"][place : place + 1] or 0), length)
+
+
+def decode(kind: str, numbers: Sequence[int], profile: Profile, machine: str, seed: int) -> tuple[float, float]:
+    """Decode answers in one batch as the loop does; return the milliseconds, and those of plain steps.
+
+    All rows of a batch get as many tokens as the shortest answer has.
+    """
+    points, asking, drafting = MACHINES[machine]
+    new = min(len(ANSWERS[number]["ids"]) - ANSWERS[number]["prompt"] - 1 for number in numbers)
+    rows = [Row(number, new) for number in numbers]
+    clock, chance, had_backlog, in_plain = 0.0, random.Random(seed), True, new * forward(points, len(rows))
+    profile.acceptance.begin_call(len(rows))
+    lag = None
+    if len(rows) > 1:
+        lag = profile.acceptance.lag[cost.size_class(len(rows))]
+        lag.begin_call()
+    policy = adaptive.AdaptiveLength(profile.cost, profile.acceptance, profile.idle, FIRST, lag=lag)
+    lookups, by_match = Lookups(profile.acceptance, 1), len(rows) == 1
+    while rows:
         if kind == "n-grams":
-            found, agreed = looked_up(number)[done]
-            chain = found[:room]
-            survival = lookups.survival(0, ids[:done], tuple(chain), agreed)
-            plan = policy.plan(1, [Estimate(DraftSource.NGRAM, [survival])])
-            length = min(plan.length, len(chain))
-            right = acceptance.num_accepted(chain[:length], ids[done:])
+            chains = [row.chain() for row in rows]
+            estimate = profile.acceptance.estimate(DraftSource.NGRAM, len(rows), MAX_LENGTH)
+            if by_match:
+                survival = lookups.survival(0, rows[0].ids[: rows[0].done], *chains[0])
+                estimate = Estimate(DraftSource.NGRAM, [survival])
+            planned = policy.plan(len(rows), [estimate]).length
+            drafts = [chain[:planned] for chain, _ in chains]
+            right = [
+                acceptance.num_accepted(draft, row.ids[row.done :]) for draft, row in zip(drafts, rows, strict=True)
+            ]
+            lengths = [*map(len, drafts)]
         else:
-            plan = policy.plan(1, [profile.acceptance.estimate(DraftSource.MODEL, 1, min(FIRST, room))])
-            place = done - answer["prompt"] - 1
-            length = min(plan.length, FIRST, room)
-            right = min(int(answer["drafted"][place : place + 1] or 0), length)
-        taken = forward(points, 1 + length) + (asking + drafting * length if length and kind != "n-grams" else 0)
+            room = max(row.end - row.done for row in rows)
+            estimate = profile.acceptance.estimate(DraftSource.MODEL, len(rows), min(FIRST, room))
+            planned = policy.plan(len(rows), [estimate]).length
+            lengths = [min(planned, row.end - row.done) for row in rows]
+            right = [row.accepted(length) for row, length in zip(rows, lengths, strict=True)]
+        length = max(lengths)
+        asked = length and kind != "n-grams"
+        taken = forward(points, len(rows) * (1 + length)) + (asking + drafting * length if asked else 0)
         taken *= chance.uniform(0.94, 1.06)
-        is_usual = clock > 0 and not (had_backlog and length and kind != "n-grams")
-        policy.observe(StepObservation(length, taken if is_usual else None, [length], [right]))
+        is_usual = clock > 0 and not (had_backlog and asked)
+        policy.observe(StepObservation(length, taken if is_usual else None, lengths, right))
         had_backlog = not length
-        done, clock = min(done + 1 + right, len(ids)), clock + taken
-    return clock
+        for row, accepted in zip(rows, right, strict=True):
+            row.done = min(row.done + 1 + accepted, row.end)
+        rows, clock = [row for row in rows if row.done < row.end], clock + taken
+    return clock, in_plain
 
 
-def took(kind: str, machine: str, passes: int) -> dict[str, float]:
-    """Return the milliseconds of each category, a mean over ``passes`` in different order."""
-    times: dict[str, float] = defaultdict(float)
+def took(kind: str, machine: str, passes: int, rows: int = 1) -> dict[str, tuple[float, float]]:
+    """Return the milliseconds of each category, or of all batches, and those of plain steps.
+
+    Each of the ``passes`` begins without any knowledge, and takes the answers in another order.
+    """
+    found: dict[str, tuple[float, float]] = defaultdict(lambda: (0.0, 0.0))
     for seed in range(passes):
-        profile, order = Profile(), list(range(len(ANSWERS)))
-        random.Random(seed).shuffle(order)
-        for position, number in enumerate(order):
-            times[ANSWERS[number]["category"]] += (
-                decode(kind, number, profile, machine, 1000 * seed + position) / passes
-            )
-    return times
+        profile, order, chance = Profile(), list(range(len(ANSWERS))), random.Random(seed)
+        chance.shuffle(order)
+        calls = [[one] for one in order] if rows == 1 else [chance.sample(order, rows) for _ in range(CALLS)]
+        for position, numbers in enumerate(calls):
+            name = ANSWERS[numbers[0]]["category"] if rows == 1 else "all"
+            both = zip(found[name], decode(kind, numbers, profile, machine, 1000 * seed + position), strict=True)
+            taken, in_plain = map(sum, both)
+            found[name] = taken, in_plain
+    return found
 
 
-def plain(machine: str) -> dict[str, float]:
-    """Return the milliseconds of each category in plain steps."""
-    times: dict[str, float] = defaultdict(float)
-    for answer in ANSWERS:
-        times[answer["category"]] += MACHINES[machine][0][1] * (len(answer["ids"]) - answer["prompt"] - 1)
-    return times
+def speed(found: dict[str, tuple[float, float]]) -> float:
+    """Return how many times as fast as plain steps all of it was."""
+    taken, in_plain = map(sum, zip(*found.values(), strict=True))
+    return in_plain / taken
 
 
 def by_position(known: acceptance.AcceptanceEstimator, length: int) -> list[float]:
@@ -143,6 +183,8 @@ def without(rule: str) -> Iterator[None]:
         put(cost, "_on_line", lambda times, weights, plain: line(times, weights, 0.0 if len(times) > 1 else plain))
     elif rule == "match length":
         put(Lookups, "survival", lambda self, _row, _text, chain, _: by_position(self._acceptance, len(chain)))
+    elif rule == "slowest row":
+        put(acceptance.Lag, "share", lambda self: 1.0)
     elif rule:
         raise ValueError(rule)
     try:
@@ -158,6 +200,7 @@ RULES = (
     "retries",
     "cost bound",
     "match length",
+    "slowest row",
 )
 
 
@@ -174,23 +217,24 @@ def main() -> None:
 
     made_from = machine() | {"argv": sys.argv[1:]}
     content: dict[str, Any] = {"made_from": made_from, "rows": {}} | earlier(args.json, made_from)
-    for kind, machine_name in itertools.product(("draft model", "n-grams"), MACHINES):
-        if f"{kind}, {machine_name}" not in content["rows"]:
-            content["rows"][f"{kind}, {machine_name}"] = figures(kind, machine_name, args.passes)
+    for rows, kind, machine_name in itertools.product((1, 8), ("draft model", "n-grams"), MACHINES):
+        name = f"{kind}, {machine_name}" + (f", {rows} sequences" if rows > 1 else "")
+        if name not in content["rows"]:
+            content["rows"][name] = figures(kind, machine_name, args.passes, rows)
             if args.json:
                 write_files({args.json.name: json.dumps(content, indent=1) + "\n"}, args.json.absolute().parent)
     print(table(content))
 
 
-def figures(kind: str, machine: str, passes: int) -> dict[str, Any]:
+def figures(kind: str, machine: str, passes: int, rows: int) -> dict[str, Any]:
     """Return times plain with all rules, and what is left of it without each one: mean, worst category."""
-    base = took(kind, machine, passes)
-    found: dict[str, Any] = {"x plain": sum(plain(machine).values()) / sum(base.values()), "without": {}}
+    base = took(kind, machine, passes, rows)
+    found: dict[str, Any] = {"x plain": speed(base), "without": {}}
     for rule in RULES:
         with without(rule):
-            other = took(kind, machine, passes)
-        worst = min(base[name] / other[name] for name in base)
-        found["without"][rule] = [sum(base.values()) / sum(other.values()), worst]
+            other = took(kind, machine, passes, rows)
+        worst = min(base[name][0] / other[name][0] for name in base)
+        found["without"][rule] = [speed(other) / speed(base), worst]
     return found
 
 

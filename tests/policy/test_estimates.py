@@ -14,10 +14,12 @@ from twins import draft, noisy, target
 from hf_spec.drafts.ngram.lookups import Lookups
 from hf_spec.policy.acceptance import (
     DECAY,
+    LEAVING,
     PRIOR_ACCEPTANCE,
     PRIOR_STEPS,
     AcceptanceEstimator,
     Calibration,
+    Lag,
     PositionCounts,
     match_class,
     num_accepted,
@@ -175,6 +177,44 @@ def test_a_lookup_that_is_wrong_is_learned_from_at_once() -> None:
     lookups.survival(0, [*text, 9, *range(10, 26)], (), agreed=0)
     expected.record(NGRAM, [16], [16], agreed=3)
     assert known.survival(NGRAM, 16, agreed=3) == expected.survival(NGRAM, 16, agreed=3)
+
+
+# --- The slowest row -------------------------------------------------------------------------------------------------
+
+
+def test_a_batch_whose_rows_accept_alike_gains_all_of_it() -> None:
+    lag = Lag()
+    assert lag.share() == 1.0
+    for _ in range(50):
+        lag.record([2, 2, 2])
+    assert lag.share() == 1.0
+
+
+def test_what_one_row_alone_accepts_makes_the_call_shorter_only_by_its_leaving() -> None:
+    lag = Lag()
+    for _ in range(300):
+        lag.record([0, 3, 0, 0])
+    assert lag.share() == pytest.approx(LEAVING, abs=0.05)
+    for _ in range(300):
+        lag.record([3, 0, 3, 3])
+    assert lag.share() > 0.9, "it was behind, and has caught up"
+
+
+def test_rows_that_leave_and_earlier_calls_are_remembered() -> None:
+    lag, other = Lag(), Lag()
+    for _ in range(20):
+        lag.record([0, 1, 2])
+    before = lag.share()
+    lag.record([0, 0])
+    assert lag.share() == before
+    for _ in range(20):
+        lag.record([1, 1])
+    assert before < lag.share() < 1.0
+    lag.begin_call()
+    weight = other.share() - lag.share()
+    assert 0 < weight < 1 - before, "as much as the prior, at most"
+    lag.begin_call()
+    assert other.share() - lag.share() == pytest.approx(weight)
 
 
 # --- Step times ------------------------------------------------------------------------------------------------------
