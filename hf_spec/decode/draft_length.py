@@ -22,6 +22,7 @@ from ..policy.fixed import FixedLength
 from ..policy.store import Profile, profile_of, prompt_class
 from ..proposal import tree_from_paths
 from ..sampling import is_seeded
+from ..scoring.plain import scored_vocabulary
 from ..scoring.widths import costs_of_widths
 from ..settings import DEFAULT_NUM_SPECULATIVE_TOKENS, SpeculationConfig
 from ..verify.rules import rule_for
@@ -189,6 +190,7 @@ def _shape_cost(config: SpeculationConfig, situation: Situation) -> ShapeCost:
         functools.partial(_nodes, config),
         situation.device.type != "cpu",
         situation.target.dtype in HALF,
+        scored_vocabulary(situation.target) if situation.samples and situation.device.type == "cpu" else 0,
     )
 
 

@@ -22,6 +22,9 @@ NEXT_TOKEN = 0.05, 0.0025  # extra time of each further token, as a share of one
 # (tests/policy/test_counted_cost.py).
 VERIFYING = 1.0  # masks for several tokens, the rule, the commit
 DRAFTING = 1.5  # in addition where a draft model is asked: it reads accepted tokens, and its tokens are chosen
+# Time in which a score is made ready to sample from it (temperature, top-k, softmax), in parameters that are read:
+# 0.03 ms for 2,048 scores where a CPU reads 1.8 million parameters in a millisecond (examples/default_speed.py).
+SCORE = 26
 UNEQUAL = 0.15  # extra operators of a layer where rows have unequal lengths: writes by index, masks for each row
 
 
@@ -153,7 +156,8 @@ class ShapeCost(StepCost):
     """Step times worked out from shapes: the same on every machine, as a call with a seed needs them.
 
     The unit is the time in which one parameter is read. ``draft(length)`` lists the draft's forwards.
-    ``nodes(length)`` counts the draft tokens that are verified, more than ``length`` in a tree.
+    ``nodes(length)`` counts the draft tokens that are verified, more than ``length`` in a tree. ``scores`` counts those
+    of a distribution that is sampled from, on a CPU.
     """
 
     def __init__(
@@ -163,13 +167,14 @@ class ShapeCost(StepCost):
         nodes: Callable[[int], int],
         is_accelerator: bool,
         is_half: bool,
+        scores: int = 0,
     ) -> None:
         self._target, self._draft, self._nodes = target, draft, nodes
-        self._machine = is_accelerator, is_half
+        self._machine, self._sampling = (is_accelerator, is_half), SCORE * scores
         self._curves: dict[tuple[int, DraftSource], list[float]] = {}
 
     def plain(self, batch_size: int) -> float:
-        return self._target.seconds(batch_size, *self._machine)
+        return self._target.seconds(batch_size, *self._machine) + batch_size * self._sampling
 
     def curve(self, batch_size: int, source: DraftSource) -> Sequence[float]:
         key = batch_size, source
@@ -191,10 +196,12 @@ class ShapeCost(StepCost):
         if length == 0:
             return self.plain(batch_size)
         tokens, layer = batch_size * (1 + self._nodes(length)), LAYER[self._machine[0]]
-        verified = self._target.seconds(tokens, *self._machine, batch_size > 1) + VERIFYING * layer
+        verified = self._target.seconds(tokens, *self._machine, batch_size > 1) + tokens * self._sampling
+        verified += VERIFYING * layer
         if source is not DraftSource.MODEL:
             return verified
-        return verified + self._drafting(batch_size, length) + DRAFTING * layer
+        drawn = batch_size * self._nodes(length) * self._sampling
+        return verified + self._drafting(batch_size, length) + drawn + DRAFTING * layer
 
     def _drafting(self, batch_size: int, length: int) -> float:
         return sum(forward.seconds(batch_size, *self._machine, batch_size > 1) for forward in self._draft(length))

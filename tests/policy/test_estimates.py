@@ -25,7 +25,7 @@ from hf_spec.policy.acceptance import (
     num_accepted,
 )
 from hf_spec.policy.base import MAX_LENGTH, DraftSource
-from hf_spec.policy.cost import MeasuredCost, ModelShape, ShapeCost, size_class
+from hf_spec.policy.cost import SCORE, MeasuredCost, ModelShape, ShapeCost, size_class
 from hf_spec.policy.store import profile_of, prompt_class
 
 MODEL, NGRAM, NONE = DraftSource.MODEL, DraftSource.NGRAM, DraftSource.NONE
@@ -287,6 +287,19 @@ def test_shapes_say_the_same_everywhere_and_dearer_work_is_dearer() -> None:
     assert cost(accelerator=True).curve(1, NGRAM)[5] / cost(accelerator=True).plain(1) < 1.11
     assert cpu.observe(1, MODEL, 2, 123.0) == cpu.observe(1, MODEL, 2, None) == cpu.curve(1, MODEL)[2]
     assert cpu.plain(8) > cpu.plain(2) > cpu.plain(1)
+
+
+def test_each_distribution_that_is_sampled_from_takes_time() -> None:
+    def cost(scores: int) -> ShapeCost:
+        big, small = ModelShape(10, 10**8), ModelShape(2, 10**7)
+        return ShapeCost(big, lambda length: [small] * length, lambda length: length, False, False, scores)
+
+    greedy, sampled = cost(0), cost(1000)
+    for rows, source, distributions in ((1, NGRAM, 4), (8, NGRAM, 32), (1, MODEL, 7), (8, MODEL, 56)):
+        more = sampled.curve(rows, source)[3] - greedy.curve(rows, source)[3]
+        assert more == pytest.approx(distributions * 1000 * SCORE)
+        assert sampled.plain(rows) - greedy.plain(rows) == pytest.approx(rows * 1000 * SCORE)
+        assert sampled.curve(rows, source)[0] == sampled.plain(rows)
 
 
 # --- Profiles --------------------------------------------------------------------------------------------------------

@@ -104,7 +104,7 @@ class NgramSpeculator(Speculator):
     def estimates_acceptance(self, batch_size: int) -> bool:
         """Tell whether there is a history, which knows it; for one sequence the length of a match says it, too.
 
-        In batches without a history the average over all places was 13 % faster (docs/performance.md).
+        In batches without a history the average over all places is as fast, and simpler (docs/performance.md).
         """
         return self.history is not None or batch_size == 1
 
