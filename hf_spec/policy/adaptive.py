@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from ..progress import counted
 from .acceptance import FADED_TOGETHER, PRIOR_ACCEPTANCE, AcceptanceEstimator, Lag
 from .base import MAX_LENGTH, DraftLengthPolicy, DraftPlan, DraftSource, Estimate, StepObservation, better_sources
-from .cost import StepCost
+from .cost import StepCost, size_class
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -28,20 +28,22 @@ FIRST_NGRAMS = 16  # draft tokens of all sequences in a first try of n-grams: th
 
 
 class Idle:
-    """Seconds since the last step of each source; shared by calls."""
+    """Seconds since the last step of each source, in steps of batches of about the same size; shared by calls."""
 
     def __init__(self) -> None:
-        self._now = 0.0
-        self._last: dict[DraftSource, float] = dict.fromkeys(DraftSource, 0.0)
+        self._now: dict[int, float] = {}
+        self._last: dict[tuple[int, DraftSource], float] = {}
 
-    def stepped(self, source: DraftSource, seconds: float) -> None:
+    def stepped(self, batch_size: int, source: DraftSource, seconds: float) -> None:
         """Note a step of ``source``."""
-        self._now += seconds
-        self._last[source] = self._now
+        size = size_class(batch_size)
+        self._now[size] = self._now.get(size, 0.0) + seconds
+        self._last[size, source] = self._now[size]
 
-    def seconds(self, source: DraftSource) -> float:
+    def seconds(self, batch_size: int, source: DraftSource) -> float:
         """Return the seconds since the last step of ``source``."""
-        return self._now - self._last[source]
+        size = size_class(batch_size)
+        return self._now.get(size, 0.0) - self._last.get((size, source), 0.0)
 
 
 class AdaptiveLength(DraftLengthPolicy):
@@ -102,7 +104,7 @@ class AdaptiveLength(DraftLengthPolicy):
         source = self._last.source if step.length else DraftSource.NONE
         self._chosen[step.length] += 1
         seconds = self.cost.observe(step.batch_size, source, min(step.length, MAX_LENGTH), step.seconds)
-        self.idle.stepped(source, seconds)
+        self.idle.stepped(step.batch_size, source, seconds)
         if step.length == 0:
             self.acceptance.record_plain_step()
             return
@@ -143,7 +145,7 @@ class AdaptiveLength(DraftLengthPolicy):
             if not self.cost.curve(batch_size, one.source):
                 return one.plan(min(len(one.survival), self._first_of(one.source, batch_size)))
         plain = self.cost.plain(batch_size)
-        if options and (not plain or self.idle.seconds(DraftSource.NONE) > plain / TRIES):
+        if options and (not plain or self.idle.seconds(batch_size, DraftSource.NONE) > plain / TRIES):
             return _plain(batch_size)
         return None
 
@@ -159,7 +161,7 @@ class AdaptiveLength(DraftLengthPolicy):
         for one in options:
             length, speed = self._best(batch_size, one.source, one.survival)
             usual = min(len(one.survival), self.cost.usual(batch_size, one.source))
-            until = self.cost.curve(batch_size, one.source)[usual] / TRIES - self.idle.seconds(one.source)
+            until = self.cost.curve(batch_size, one.source)[usual] / TRIES - self.idle.seconds(batch_size, one.source)
             if length == 0 and until < 0:
                 return one.plan(usual)
             wait = min(wait, until)

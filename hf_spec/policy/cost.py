@@ -156,8 +156,8 @@ class ShapeCost(StepCost):
     """Step times worked out from shapes: the same on every machine, as a call with a seed needs them.
 
     The unit is the time in which one parameter is read. ``draft(length)`` lists the draft's forwards.
-    ``nodes(length)`` counts the draft tokens that are verified, more than ``length`` in a tree. ``scores`` is how many a
-    distribution has that is sampled from, on a CPU; otherwise 0.
+    ``nodes(length)`` counts the draft tokens that are verified, more than ``length`` in a tree. ``scores`` is the size
+    of a distribution that is sampled from on a CPU, and 0 elsewhere.
     """
 
     def __init__(

@@ -17,7 +17,7 @@ from hf_spec.policy import acceptance
 from hf_spec.policy.acceptance import AcceptanceEstimator
 from hf_spec.policy.adaptive import AdaptiveLength, mean_survival
 from hf_spec.policy.base import MAX_LENGTH, DraftPlan, DraftSource, Estimate, StepObservation, better_sources
-from hf_spec.policy.cost import ModelShape, ShapeCost
+from hf_spec.policy.cost import ModelShape, ShapeCost, size_class
 from hf_spec.policy.fixed import FixedLength
 from hf_spec.policy.store import Profile
 
@@ -146,9 +146,22 @@ def test_ngrams_alone_are_taken_where_they_give_more_tokens_per_second() -> None
 
 def test_a_source_that_is_worth_it_is_used_at_its_best_length_however_long_it_was_idle() -> None:
     profile = measured(MODEL=lambda length: 1.0 + 0.2 * length)
-    profile.idle.stepped(NONE, 1e6)
+    profile.idle.stepped(1, NONE, 1e6)
     estimate = Estimate(MODEL, [[0.9, 0.8, 0.05, 0.04, 0.03, 0.02, 0.01, 0.01]])
     assert adaptive(profile).plan(1, [estimate]).length == 2
+
+
+def test_plain_steps_of_one_sequence_are_no_retries_of_those_of_eight() -> None:
+    """Rows that end apart leave one at the end of each call, which would count as a retry of all batch sizes."""
+    profile = measured(8, MODEL=lambda length: 1.0 + 0.2 * length)
+    policy = adaptive(profile)
+    for _ in range(300):  # 300 calls: a step of eight rows, and a plain one of the row that is left
+        for rows in (8, 1):
+            plan = policy.plan(rows, [Estimate(MODEL, [[0.9] * 4 if rows == 8 else []] * rows)])
+            length = plan.length
+            policy.observe(StepObservation(length, 1.0 + 0.2 * length, [length] * rows, [length] * rows))
+    found = profile.cost._samples[size_class(8), NONE][0]
+    assert 3 <= len(found) <= 8, "one in 128 units of time"
 
 
 def test_each_sequence_takes_the_source_that_promises_more() -> None:
