@@ -130,9 +130,12 @@ class StaticKeys:
 
     def keep_rows(self, rows: Tensor) -> None:
         """Keep ``rows`` only; a row may occur more than once."""
-        self.layers = [(keys.index_select(0, rows), values.index_select(0, rows)) for keys, values in self.layers]
-        self.lengths, self.known = self.lengths.index_select(0, rows), self.known.index_select(0, rows)
-        self.before = self.before.index_select(0, rows)
+
+        def kept(buffer: Tensor) -> Tensor:
+            return buffer.index_select(0, rows.to(buffer.device))
+
+        self.layers = [(kept(keys), kept(values)) for keys, values in self.layers]
+        self.lengths, self.known, self.before = map(kept, (self.lengths, self.known, self.before))
 
     def move(self, put: PutBuffer, number: int = 0) -> None:
         """Move the buffers, those of the cache ``number`` of a draft, to where ``put`` puts them."""
