@@ -85,8 +85,11 @@ def test_same_text_as_plain_generate(kind: str, shape: str, device: str) -> None
 
 
 def compiled() -> dict[str, Any]:
-    """Compile over a static cache wherever this is, by a backend that runs what torch has traced."""
-    config = CompileConfig(backend="eager", fullgraph=True, mode=None)
+    """Compile over a static cache wherever this is, by a backend that runs what torch has traced.
+
+    The mode is one in which torch records graphs, so that buffers are kept for the next call.
+    """
+    config = CompileConfig(backend="eager", fullgraph=True)
     config._compile_all_devices = True
     return {"cache_implementation": "static", "compile_config": config}
 
