@@ -50,7 +50,7 @@ SHORT = "--drafts SHORT/draft-jetspec SHORT/draft-dflash SHORT/draft-dflash2 SHO
 SIXTEEN = "--rounds 1 --prompts 16 --at-once 4 16 --drafts ngram draft-mtp"
 CURVES = {"nodes": "nodes, one sequence", "rows": "sequences", "prompt": "tokens before", "vocabulary": "vocabulary"}
 ENGINES = """\
-Next to other engines, in one run for each dtype: tokens a second (multiple of plain under the same conditions).
+Next to other engines, in one run for each column: tokens a second (multiple of plain under the same conditions).
 SmolLM2-135M-Instruct, greedy, two cores, eight short prompts with answers of 48 tokens, which repeat little.
 llama.cpp and vLLM are faster here: their forwards on a CPU are.
 [Compiled and packed](docs/compilation.md#on-a-cpu): torch's compiler packs the weights.
