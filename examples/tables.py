@@ -220,8 +220,8 @@ TABLES = {
     ),
     "next-to-engines": engines_folder(next_to_engines),
     "next-to-engines-short": engines_folder(next_to_engines_short),
-    "defaults": default_file("defaults", "--rounds 3"),
-    "defaults-processors": default_file("defaults-processors", "--rounds 3 --processors"),
+    "defaults": default_file("defaults", "--rounds 7"),
+    "defaults-processors": default_file("defaults-processors", "--rounds 5 --processors"),
     "defaults-300m": default_file(
         "defaults-300m",
         "--rounds 2 --size 1152 4608 16 --batch 1 --new-tokens 48 --assisted 5 --drafts vanilla eagle3 mtp ngram",

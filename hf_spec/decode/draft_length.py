@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from ..drafts.base import Speculator, network_of
 from ..drafts.plain.speculator import PlainSpeculator
 from ..parallel import ModelParallelGroup
-from ..policy.acceptance import AcceptanceEstimator, Lag
+from ..policy.acceptance import AcceptanceEstimator
 from ..policy.adaptive import MIN_SPEEDUP, AdaptiveLength, Idle
 from ..policy.base import MAX_LENGTH, DraftLengthPolicy, DraftPlan, DraftSource
 from ..policy.cost import ShapeCost, StepCost, shape_of, size_class
@@ -92,30 +92,25 @@ def _adaptive(
     longest = min(MAX_LENGTH, _tree_depth(config) or MAX_LENGTH)
     first = min(first, longest)
     shapes: StepCost = _shape_cost(config, situation) if by_shapes else profile.cost
+    acceptance = AcceptanceEstimator() if by_shapes else profile.acceptance
     if situation.is_static and config.tree is None:
         costs_of = _shares(shapes) if by_shapes else functools.partial(costs_of_widths, situation.target)
         known: dict[int, int] = {} if by_shapes else profile.static_lengths
-        acceptance = AcceptanceEstimator() if by_shapes else profile.acceptance
         draft_token = functools.partial(_draft_token, config, situation, first)
         first = ranks.broadcast(static_length(known, acceptance, situation.batch_size, first, draft_token, costs_of))
     lengths: Sequence[int] = (0, first) if situation.is_static else range(longest + 1)
+    acceptance.begin_call(situation.batch_size)
+    lag = acceptance.lag_of_call(situation.batch_size) if situation.ends_together else None
     if by_shapes:
         basis = "by acceptance and shapes, because a seed was set"
-        lag = Lag() if situation.ends_together else None
-        return AdaptiveLength(shapes, AcceptanceEstimator(), Idle(), first, lengths, basis=basis, agree=agree, lag=lag)
-    profile.acceptance.begin_call(situation.batch_size)
+        return AdaptiveLength(shapes, acceptance, Idle(), first, lengths, basis=basis, agree=agree, lag=lag)
     stops_early = (
         ranks.is_alone
         and situation.target.dtype in HALF  # float32 steps do not get dearer evenly: 1.86 instead of 2.05 times plain
         and situation.speculator.supports_early_stop
         and (config.tree, config.confidence_threshold, situation.is_static, situation.way) == (None, 0, False, ())
     )
-    shared = profile.cost, profile.acceptance, profile.idle
-    lag = None
-    if situation.ends_together:
-        lag = profile.acceptance.lag[size_class(situation.batch_size)]
-        lag.begin_call()
-    return AdaptiveLength(*shared, first, lengths, stops_early, agree=agree, lag=lag)
+    return AdaptiveLength(shapes, acceptance, profile.idle, first, lengths, stops_early, agree=agree, lag=lag)
 
 
 def _first(config: SpeculationConfig, own: int | Literal["auto"] | None) -> int:

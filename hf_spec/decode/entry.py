@@ -95,8 +95,10 @@ class Decoding:
 
         if samples:
             ranks.share_random_numbers(input_ids.device)
-        sizes, together = (len(input_ids), input_ids.shape[1]), len(input_ids) > 1 and not stops.pads
-        situation = Situation(model, speculator, samples, *sizes, is_static, ends_together=together)
+        batch, length = input_ids.shape
+        situation = Situation(
+            model, speculator, samples, batch, length, is_static, ends_together=batch > 1 and not stops.pads
+        )
         config, policy = draft_length_policy(config, self.config, situation, ranks)
         arguments = GenerateArguments(generation_config, model_kwargs, logits_processor, self.tokenizer, source)
         return Call(model, speculator, config, policy, sequences, ranks, arguments).run(input_ids)

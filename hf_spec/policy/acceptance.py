@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from itertools import chain, islice, repeat
 
 from .base import MAX_LENGTH, DraftSource, Estimate
+from .cost import size_class
 
 DECAY = 0.98  # weight of a step after the next one; half of all weight is on the last 34 steps (replay: 0.97 to 0.98)
 PLAIN_DECAY = DECAY ** (2 / 3)  # the same after a step that drafted nothing, and so taught nothing
@@ -145,18 +146,26 @@ class AcceptanceEstimator:
     def __init__(self) -> None:
         self._counts: dict[tuple[DraftSource, int], PositionCounts] = {}
         self.calibration: defaultdict[DraftSource, Calibration] = defaultdict(Calibration)
-        self.lag: defaultdict[int, Lag] = defaultdict(Lag)  # by class of batch size
+        self._lag: defaultdict[int, Lag] = defaultdict(Lag)  # by class of batch size
         self._plain_steps = 0  # since the averages last faded
 
     def _counts_of(self, source: DraftSource, agreed: int) -> PositionCounts:
-        match = match_class(agreed)
-        return self._counts.setdefault((source, match), PositionCounts(_middle_of(match)))
+        key = source, match_class(agreed)
+        if (counts := self._counts.get(key)) is None:
+            counts = self._counts.setdefault(key, PositionCounts(_middle_of(key[1])))
+        return counts
 
     def begin_call(self, batch_size: int) -> None:
         """Let the averages of earlier calls weigh as much as the prior: other text may be accepted otherwise."""
         for (_, match), counts in list(self._counts.items()):
             if match == NO_MATCH:
                 counts.limit(PRIOR_STEPS * batch_size)
+
+    def lag_of_call(self, batch_size: int) -> Lag:
+        """Return what was found in batches of about this size, at the start of a call whose rows end together."""
+        lag = self._lag[size_class(batch_size)]
+        lag.begin_call()
+        return lag
 
     def record(
         self, source: DraftSource, proposed: Sequence[int], accepted: Sequence[int], agreed: int = NO_MATCH

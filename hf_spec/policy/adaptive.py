@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -31,19 +31,19 @@ class Idle:
     """Seconds since the last step of each source, in steps of batches of about the same size; shared by calls."""
 
     def __init__(self) -> None:
-        self._now: dict[int, float] = {}
-        self._last: dict[tuple[int, DraftSource], float] = {}
+        self._now: defaultdict[int, float] = defaultdict(float)
+        self._last: defaultdict[tuple[int, DraftSource], float] = defaultdict(float)
 
     def stepped(self, batch_size: int, source: DraftSource, seconds: float) -> None:
         """Note a step of ``source``."""
         size = size_class(batch_size)
-        self._now[size] = self._now.get(size, 0.0) + seconds
+        self._now[size] += seconds
         self._last[size, source] = self._now[size]
 
     def seconds(self, batch_size: int, source: DraftSource) -> float:
         """Return the seconds since the last step of ``source``."""
         size = size_class(batch_size)
-        return self._now.get(size, 0.0) - self._last.get((size, source), 0.0)
+        return self._now[size] - self._last[size, source]
 
 
 class AdaptiveLength(DraftLengthPolicy):

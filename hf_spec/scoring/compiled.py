@@ -21,7 +21,7 @@ from transformers.utils import logging
 
 from ..device_tensors import to_device, to_list
 from .graphs import Graphs, compiled_model, taking_turns, why_not_compiled
-from .kept import KeptBuffers
+from .kept import KeptBuffers, buffers_of
 from .kv_view import KVView
 from .names import CACHE
 from .plain import rounding_of_a_forward
@@ -71,7 +71,7 @@ class StaticCacheRunner(ModelRunner):
 
     def _slots_over(self, cache: Any, batch: int, device: torch.device, padding: Tensor | None, nodes: int) -> KVView:
         if self.compiled is not None:
-            self._kept = KeptBuffers(self.model, self.compiled.config, device)
+            self._kept = buffers_of(self.model, self.compiled.config, device)
         slots = StaticTreeKVCache.adopt(cache, batch, device, self._widest, self.most_new_tokens, self._kept)
         return StaticKVView(slots, cache, padding, self.most_new_tokens)
 

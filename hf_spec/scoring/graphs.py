@@ -19,7 +19,7 @@ from transformers import CompileConfig
 from transformers.utils import logging
 
 from .attention import folding_in_graphs
-from .kept import NEW_MEMORY, KeptBuffers
+from .kept import NEW_MEMORY, KeptBuffers, buffers_of
 from .modules import modules_of
 
 T = TypeVar("T")
@@ -76,7 +76,7 @@ class Compiler:
 
     def buffers_of(self, draft: nn.Module, device: torch.device) -> KeptBuffers:
         """Return the memory of ``draft``'s buffers, until ``free_buffers``."""
-        self._kept.append(KeptBuffers(draft, self.config, device))
+        self._kept.append(buffers_of(draft, self.config, device))
         return self._kept[-1]
 
     def free_buffers(self) -> None:

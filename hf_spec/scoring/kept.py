@@ -27,20 +27,13 @@ class KeptBuffers:
     """The buffers of one call to ``owner``, a target or a draft, at the addresses that they had in the last call.
 
     A call that runs at the same time, in another thread or within this one, has memory of its own. Memory stays with
-    ``owner``: for each buffer and each number of slots, as many rows as the largest batch had. Nothing is kept without
-    ``owner``, or where torch records no graphs.
+    ``owner``: for each buffer and each number of slots, as many rows as the largest batch had. Without ``owner``
+    nothing is kept.
     """
 
-    def __init__(
-        self,
-        owner: nn.Module | None = None,
-        config: CompileConfig | None = None,
-        device: torch.device | None = None,
-    ) -> None:
+    def __init__(self, owner: nn.Module | None = None) -> None:
         self._owner = owner
-        self._memory: Memory | None = None
-        if owner is not None and config is not None and device is not None and records_graphs(config, device):
-            self._memory = _memory_of.pop(owner, {})
+        self._memory: Memory | None = None if owner is None else _memory_of.pop(owner, {})
 
     def put(self, name: Hashable, states: Tensor) -> Tensor:
         """Copy ``states`` (batch, ...) to the memory for ``name`` and this shape; return it, fixed for graphs.
@@ -65,6 +58,11 @@ class KeptBuffers:
         if self._owner is not None and self._memory is not None:
             _memory_of[self._owner] = _memory_of.get(self._owner, {}) | self._memory
             self._memory = None
+
+
+def buffers_of(owner: nn.Module, config: CompileConfig, device: torch.device) -> KeptBuffers:
+    """Return the buffers of a call that is compiled with ``config``; they are kept if torch records graphs of it."""
+    return KeptBuffers(owner if records_graphs(config, device) else None)
 
 
 def records_graphs(config: CompileConfig, device: torch.device) -> bool:

@@ -96,10 +96,7 @@ def decode(kind: str, numbers: Sequence[int], profile: Profile, machine: str, se
     rows = [Row(number, new) for number in numbers]
     clock, chance, had_backlog, in_plain = 0.0, random.Random(seed), True, new * forward(points, len(rows))
     profile.acceptance.begin_call(len(rows))
-    lag = None
-    if len(rows) > 1:
-        lag = profile.acceptance.lag[cost.size_class(len(rows))]
-        lag.begin_call()
+    lag = profile.acceptance.lag_of_call(len(rows)) if len(rows) > 1 else None
     policy = adaptive.AdaptiveLength(profile.cost, profile.acceptance, profile.idle, FIRST, lag=lag)
     lookups, by_match = Lookups(profile.acceptance, 1), len(rows) == 1
     while rows:

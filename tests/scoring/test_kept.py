@@ -168,16 +168,16 @@ def test_memory_goes_with_its_model() -> None:
 
 def test_fewer_rows_have_the_first_part_of_the_memory() -> None:
     owner, states = torch.nn.Linear(1, 1), torch.arange(24.0).view(4, 2, 3)
-    first = KeptBuffers(owner, CompileConfig(), HERE)
+    first = KeptBuffers(owner)
     whole = first.put("keys", states)
     fewer = first.put("keys", states[1:3].clone())
     assert fewer.data_ptr() == whole.data_ptr() and torch.equal(fewer, states[1:3])
     assert first.put("keys", fewer) is fewer
     longer, more = first.put("keys", states[:, :, :2]), first.put("keys", states.repeat(2, 1, 1))
     assert len({one.data_ptr() for one in (whole, longer, more)}) == 3
-    assert KeptBuffers(owner, CompileConfig(), HERE).put("keys", states).data_ptr() != more.data_ptr()
+    assert KeptBuffers(owner).put("keys", states).data_ptr() != more.data_ptr()
     first.free()
-    assert KeptBuffers(owner, CompileConfig(), HERE).put("keys", states).data_ptr() == more.data_ptr()
+    assert KeptBuffers(owner).put("keys", states).data_ptr() == more.data_ptr()
 
 
 @pytest.mark.parametrize(

@@ -42,7 +42,8 @@ def made_from(results: dict[str, Any]) -> str:
     here = results["environment"]
     device = here["device"] + (f" (driver, memory, power: {here['driver']})" if here["driver"] else "")
     commit = here["commit"][:12] + (" with changes" if here["changed"] else "")
-    if others := sorted({cell["commit"][:12] for cell in _cells(results) if _is_of_another(cell, here["commit"])}):
+    cells = (cell for part in results["parts"].values() for cell in part["cells"].values())
+    if others := sorted({cell["commit"][:12] for cell in cells if _is_of_another(cell, here["commit"])}):
         commit += f" (\\*: {', '.join(others)})"
     versions = {"torch": "torch", "CUDA": "cuda", "transformers": "transformers", "Triton": "triton"}
     named = [f"{name} {here[key]}" for name, key in versions.items() if here[key]]
@@ -57,18 +58,15 @@ def summary(results: dict[str, Any], batches: Sequence[int] = (), forms: Sequenc
         if what == "decoding" and (not batches or int(shape[1]) in batches):
             columns[f"{shape[0].upper()}, {counted(int(shape[1]), 'sequence')}"] = part["cells"]
     lines = [_row("", *columns), "|---" * (1 + len(columns)) + "|"]
+    commit = results["environment"].get("commit")
     for way in SUMMARY:
         for form in forms:
             cells = [one.get(f"{way}, {form}") for one in columns.values()]
             plain = [one.get(f"{PLAIN}, {form}") for one in columns.values()]
             if any(cells):
-                commit = results["environment"].get("commit")
-                lines.append(_row(f"{way}, {form}", *map(_brief, cells, plain, [commit] * len(cells))))
+                briefs = (_brief(cell, base, commit) for cell, base in zip(cells, plain, strict=True))
+                lines.append(_row(f"{way}, {form}", *briefs))
     return "\n".join(lines) if lines[2:] else ""
-
-
-def _cells(results: dict[str, Any]) -> list[dict[str, Any]]:
-    return [cell for part in results["parts"].values() for cell in part["cells"].values()]
 
 
 def _is_of_another(cell: dict[str, Any], commit: str | None) -> bool:
