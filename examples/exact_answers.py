@@ -2,6 +2,7 @@
 
     python examples/exact_answers.py TARGET spec_bench.jsonl --json answers.json                # 200 answers
     python examples/exact_answers.py TARGET spec_bench.jsonl --json answers.json --answers 48   # fewer
+    python examples/exact_answers.py TARGET spec_bench.jsonl --json answers.json --outside 48   # fewer outside of it
     python examples/exact_answers.py TARGET spec_bench.jsonl --json answers.json --packed       # with packed weights
     python examples/exact_answers.py --read answers.json                                        # the file's table
 
@@ -52,7 +53,8 @@ def noisy(target: Any) -> Any:
 
 def ways_of(target: Any, draft: Any) -> dict[str, dict[str, Any]]:
     """Return options of ``generate`` by the name of a way."""
-    chain, tree = SpeculationConfig(num_speculative_tokens=4), SpeculationConfig(tree="dynamic", num_tree_tokens=12)
+    chain = SpeculationConfig(num_speculative_tokens=4)
+    tree = SpeculationConfig(num_speculative_tokens=4, tree="dynamic", num_tree_tokens=12)
     layers = target.config.num_hidden_layers
     drafts: dict[str, tuple[Any, SpeculationConfig]] = {
         "n-grams": (NgramSpeculator(), chain),
@@ -113,7 +115,7 @@ def round_of(
 def measure(args: argparse.Namespace) -> None:
     """Add the rounds that are missing to the file."""
     settings = {"target": Path(args.target).name, "dtype": args.dtype, "new_tokens": args.new_tokens}
-    settings |= {"packed": args.packed}
+    settings |= {"packed": args.packed, "threads": torch.get_num_threads()}
     content: dict[str, Any] = {"made_from": machine(), "settings": settings, "rounds": {mode: [] for mode in MODES}}
     if args.json.exists():
         content = json.loads(args.json.read_text(encoding="utf-8"))
@@ -121,19 +123,19 @@ def measure(args: argparse.Namespace) -> None:
             raise SystemExit(f"{args.json} has other settings: {content['settings']}; name another file")
     target: Any = AutoModelForCausalLM.from_pretrained(args.target, dtype=getattr(torch, args.dtype)).eval()
     tokenizer = AutoTokenizer.from_pretrained(args.target)
-    prompts = sorted((one.render([], tokenizer) for one in read_prompts(args.prompts)), key=len)[: args.answers]
+    prompts = sorted((one.render([], tokenizer) for one in read_prompts(args.prompts)), key=len)
+    counts = (args.answers if args.outside is None else args.outside, args.answers)
+    wanted = {mode: min(count, len(prompts)) for mode, count in zip(MODES, counts, strict=True)}
     targets, draft = dict(zip(MODES, (copy.deepcopy(target), target), strict=True)), noisy(target)
     if args.packed:
         print(hf_spec.pack(*targets.values(), draft), flush=True)
     ways = {mode: ways_of(one, draft) for mode, one in targets.items()}
     with hf_spec.invariant(target) as on:
         print(on, flush=True)
-        while True:
-            # The mode with fewer answers is next, so that a run that is stopped has compared as many in both.
-            begin, mode = min((answers_in(content, one), one) for one in MODES)
-            some = prompts[begin : begin + ROUND]
-            if not some:
-                return
+        # The mode with fewer answers is next, so that a run that is stopped has compared as many in both.
+        while some_left := [(done, one) for one in MODES if (done := answers_in(content, one)) < wanted[one]]:
+            begin, mode = min(some_left)
+            some = prompts[begin : min(begin + ROUND, wanted[mode])]
             content["rounds"][mode].append(dict(round_of(targets[mode], ways[mode], some, args.new_tokens)))
             write_files({args.json.name: json.dumps(content, indent=1) + "\n"}, args.json.parent)
             print(f"{mode}: {begin + len(some)} answers", flush=True)
@@ -147,17 +149,18 @@ def answers_in(content: dict[str, Any], mode: str) -> int:
 def table(content: dict[str, Any]) -> str:
     """Write the table of a file of ``--json``."""
     settings, sums = content["settings"], {mode: summed(content["rounds"][mode]) for mode in MODES}
-    answers = answers_in(content, "in the mode")
-    kind = settings["dtype"] + ", packed" * bool(settings.get("packed"))  # which older files do not say
-    title = f"{settings['target']}, {kind}: {answers} answers of at most {settings['new_tokens']} tokens"
+    outside, inside = (answers_in(content, mode) for mode in MODES)
+    kind = f"{settings['dtype']}{', packed' * settings['packed']}, {settings['threads']} thread(s)"
+    counts = f"{inside} answers in the mode and {outside} outside"
+    title = f"{settings['target']}, {kind}: {counts}, of at most {settings['new_tokens']} tokens"
     sizes = [f"{mode}, batches of {size}" for mode in MODES for size in BATCHES]
     header = ["different answers", *sizes, "accepted draft tokens"]
     lines = [title, "", f"| {' | '.join(header)} |", f"|{'---|' * len(header)}"]
     for name in dict.fromkeys(cell.rpartition(", ")[0] for cell in sums["in the mode"]):
         cells = [sums[mode].get(f"{name}, {size}") for mode in MODES for size in BATCHES]
         counts = " | ".join("-" if one is None else str(one["differ"]) for one in cells)
-        inside = [one for one in cells[len(BATCHES) :] if one is not None]
-        share = sum(one["accepted"] for one in inside) / sum(one["tokens"] for one in inside)
+        found = [one for one in cells[len(BATCHES) :] if one is not None]
+        share = sum(one["accepted"] for one in found) / sum(one["tokens"] for one in found)
         lines.append(f"| {name} | {counts} | {share:.0%} of the text |")
     return "\n".join(lines) + "\n"
 
@@ -179,6 +182,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="raw file")
     parser.add_argument("--read", type=Path, help="measure nothing; print the table of this file")
     parser.add_argument("--answers", type=int, default=200)
+    parser.add_argument("--outside", type=int, help="answers outside of the mode; by default as many")
     parser.add_argument("--new-tokens", type=int, default=32)
     parser.add_argument("--packed", action="store_true", help="pack the weights of target and draft")
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))

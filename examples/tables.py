@@ -216,7 +216,7 @@ TABLES = {
         below_its_machine(exact_answers.table),
         "exact_answers",
         "exact-answers",
-        "--new-tokens 24 --packed SMOLLM2 SPEC_BENCH",
+        "--new-tokens 24 --packed --outside 48 SMOLLM2 SPEC_BENCH",
     ),
     "next-to-engines": engines_folder(next_to_engines),
     "next-to-engines-short": engines_folder(next_to_engines_short),

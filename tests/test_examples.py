@@ -346,6 +346,8 @@ def test_answers_that_depend_on_the_draft_or_the_batch_are_counted(
     assert len(counted) == 7 * 3 and all(one["differ"] == 0 and one["answers"] == 3 for one in counted.values())
     assert counted["draft model, 1"]["accepted"] > 0
     assert "| draft model, trees | " in capsys.readouterr().out
+    run("--answers", "9", "--outside", "2")  # the file has four prompts
+    assert "4 answers in the mode and 3 outside" in capsys.readouterr().out
     with pytest.raises(SystemExit, match="has other settings"):
         run("--dtype", "float32")
     target = AutoModelForCausalLM.from_pretrained(tmp_path / "target")
