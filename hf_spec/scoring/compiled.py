@@ -174,7 +174,7 @@ class CompiledForward:
     def __init__(self, model: Any, config: CompileConfig | None, watched: Sequence[int] = ()) -> None:
         self.config: CompileConfig = config or model._default_compile_config()
         self._model, self._compiled = model, compiled_model(model, self.config, watched)
-        self.graphs = Graphs()
+        self.graphs = Graphs(self.config)
 
     def __call__(self, inputs: dict[str, Any]) -> Any:
         """Return the outputs of a forward; it runs eagerly, after one warning, if it cannot be compiled."""

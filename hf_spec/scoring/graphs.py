@@ -42,16 +42,17 @@ def lasting(tensor: Tensor) -> Tensor:
 
 
 class Graphs:
-    """The number of graphs ``made`` in one call of ``generate``, and the ``seconds`` that took."""
+    """The number of graphs ``made`` with ``config`` in one call of ``generate``, and the ``seconds`` that took."""
 
-    def __init__(self) -> None:
+    def __init__(self, config: CompileConfig) -> None:
+        self._fuses = config.backend == "inductor"
         self.made, self.seconds = 0, 0.0
 
     @contextlib.contextmanager
     def counted(self) -> Iterator[None]:
         """Count what is compiled in this context, which runs blocks of draft tokens."""
         before, start = counters["stats"]["unique_graphs"], time.perf_counter()
-        with folding_in_graphs():
+        with folding_in_graphs(self._fuses):
             yield
         if made := counters["stats"]["unique_graphs"] - before:
             self.made += made
@@ -70,7 +71,7 @@ class Compiler:
     ) -> None:
         self.config = config or CompileConfig()
         self.depth, self.most_new, self._begins_step = depth, most_new, begins_step
-        self.graphs = Graphs()
+        self.graphs = Graphs(self.config)
         self._options = self.config.to_dict() | FIXED_SHAPES | {"fullgraph": True}
         self._kept: list[KeptBuffers] = []
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import shutil
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -140,6 +142,80 @@ def test_compiled_blocks_repeat_no_keys(monkeypatch: pytest.MonkeyPatch) -> None
     torch._dynamo.reset()
     assert set(found[0]) == {(KEY_HEADS, nodes * HEADS // KEY_HEADS, KEY_HEADS) for nodes in (1, 5)}
     assert set(found[1]) == {(HEADS, 1, HEADS)}  # transformers' own graph is what it was
+
+
+@pytest.mark.parametrize("scale", [None, 0.3])
+@pytest.mark.parametrize("is_boolean", [True, False])
+@pytest.mark.parametrize(("heads", "nodes"), [(3, 1), (6, 1), (6, 2)])
+def test_attention_that_is_written_out(heads: int, nodes: int, is_boolean: bool, scale: float | None) -> None:
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(2, *shape) for shape in ((heads, nodes, 8), (3, 5, 8), (3, 5, 4)))
+    shown = torch.rand(2, 1, nodes, 5) > 0.4
+    shown[..., 0] = True
+    mask = shown if is_boolean else torch.zeros(shown.shape).masked_fill(~shown, -torch.inf)
+    kernel = functools.partial(nn.functional.scaled_dot_product_attention, enable_gqa=True, scale=scale)
+    wanted = kernel(query, key, value, attn_mask=mask).transpose(1, 2)
+    torch.testing.assert_close(attention._written_out(query, key, value, mask, scale), wanted)
+    assert not torch.allclose(attention._written_out(query, key, value, shown | True, scale), wanted)
+    nothing = attention._written_out(query, key, value, shown & False, scale)
+    assert nothing.isfinite().all()  # a row that sees nothing
+
+
+@pytest.mark.parametrize(
+    ("changed", "is_written_out"),
+    [
+        ({}, True),
+        ({"dtype": torch.float16, "key_heads": 2}, True),
+        ({"dtype": torch.float32}, False),
+        ({"key_heads": 2}, False),
+        ({"nodes": 2}, False),
+        ({"fuses": False}, False),  # all products would be in memory
+    ],
+    ids=["bfloat16", "float16 in groups", "float32", "bfloat16 in groups", "two nodes", "another compiler"],
+)
+def test_what_graphs_write_out(changed: dict[str, Any], is_written_out: bool) -> None:
+    case = {"dtype": torch.bfloat16, "key_heads": HEADS, "nodes": 1, "fuses": True} | changed
+    model = build("llama", num_hidden_layers=2, num_key_value_heads=case["key_heads"]).to(case["dtype"])
+    kernels: list[int] = []
+
+    def counting(graph: fx.GraphModule, inputs: Any) -> Any:
+        targets = [node.target for node in graph.graph.nodes]
+        kernels.append(targets.count(torch.nn.functional.scaled_dot_product_attention))
+        return graph.forward
+
+    ids, mask = torch.full((2, case["nodes"]), 7), torch.ones(2, 1, case["nodes"], case["nodes"], dtype=torch.bool)
+    attention._hook_attention()
+    torch._dynamo.reset()
+    with torch.no_grad(), attention.folding_in_graphs(case["fuses"]):
+        found = torch.compile(model, backend=counting, fullgraph=True, dynamic=False)(ids, attention_mask=mask).logits
+    torch._dynamo.reset()
+    assert kernels == [0 if is_written_out else 2]
+    with torch.no_grad():
+        wanted = model(ids, attention_mask=mask).logits
+    torch.testing.assert_close(found, wanted, atol=0.05 * wanted.float().std().item(), rtol=0)
+
+
+@pytest.mark.slow
+def test_inductor_fuses_what_is_written_out() -> None:
+    if shutil.which("g++") is None:
+        pytest.skip("inductor needs a C++ compiler here")
+    model = build("llama", num_hidden_layers=1, num_key_value_heads=HEADS).to(torch.bfloat16)
+    config = CompileConfig(fullgraph=True, mode="default")
+    config._compile_all_devices = True
+    options = {"max_new_tokens": 12, "do_sample": False, "cache_implementation": "static", "compile_config": config}
+    torch._dynamo.reset()
+    asked = {}
+    for nodes in (1, 3):
+        ways = {"speculator": "plain"} if nodes == 1 else {"speculator": noisy_copy(model, 0)}
+        for _ in range(2):  # the second one compiles nothing
+            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+                out = model.generate(**prompts(1), **options, **ways, return_dict_in_generate=True)
+        assert out.speculation.graphs == 0
+        calls = {event.key: event.count for event in profile.key_averages()}
+        asked[nodes] = calls["aten::_scaled_dot_product_flash_attention_for_cpu"]
+    torch._dynamo.reset()
+    assert asked[1] == 1  # of the prompt, which is not compiled
+    assert asked[3] > 1
 
 
 class Module(nn.Module):
