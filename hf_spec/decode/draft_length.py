@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from ..drafts.base import Speculator, network_of
 from ..drafts.plain.speculator import PlainSpeculator
+from ..invariance.mode import is_invariant
 from ..parallel import ModelParallelGroup
 from ..policy.acceptance import AcceptanceEstimator
 from ..policy.adaptive import MIN_SPEEDUP, AdaptiveLength, Idle
@@ -128,9 +129,12 @@ def _tree_depth(config: SpeculationConfig) -> int:
 def _profile(config: SpeculationConfig, situation: Situation) -> Profile:
     shape = str(config.tree), config.tree_topk, config.num_tree_tokens, config.confidence_threshold
     rule = config.acceptance, config.accept_k, config.accept_tolerance, situation.samples
-    machine = str(situation.device), situation.target.dtype, prompt_class(situation.prompt_length)
-    key = (*situation.speculator.profile_key, *shape, *rule, *machine, situation.is_static, *situation.way)
-    return profile_of(situation.target, network_of(situation.speculator), *key)
+    target, device = situation.target, situation.device
+    weight = getattr(target.get_output_embeddings(), "weight", None)  # its type tells whether the target is packed
+    machine = str(device), target.dtype, type(weight), is_invariant(target), torch.get_num_threads()
+    size = prompt_class(situation.prompt_length)
+    key = (*situation.speculator.profile_key, *shape, *rule, *machine, size, situation.is_static, *situation.way)
+    return profile_of(target, network_of(situation.speculator), *key)
 
 
 def static_length(

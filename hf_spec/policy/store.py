@@ -18,6 +18,8 @@ SHORT_PROMPT = 512  # tokens; a step after more of them, up to four times as man
 class Profile:
     """Step times and acceptance of a target with one draft, one device, dtype, class of prompt length and settings.
 
+    Packed weights, the exact mode and another number of threads have profiles of their own, too.
+
     ``static_lengths`` are the lengths, by class of batch size, for which there are graphs.
     """
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from architectures import prompts
+from architectures import build, prompts
 from golden import load_draft, load_target
 from lengths import force_lengths
 from test_distribution_end_to_end import distribution, guesser, sample
@@ -17,6 +17,7 @@ from test_verification import TOO_FAR, deviation
 from torch import Tensor
 from twins import draft, target
 
+import hf_spec
 from hf_spec import DraftContext, HybridSpeculator, NgramSpeculator, SpeculationConfig, Speculator, as_speculator
 from hf_spec.decode import draft_length
 from hf_spec.decode.draft_length import Situation, draft_length_policy, most_nodes
@@ -143,6 +144,23 @@ def test_what_changes_times_or_acceptance_has_a_profile_of_its_own() -> None:
     assert policy_of("ngram").acceptance is calls[0].acceptance
     half.float()
     assert policy_of("ngram", model=half).cost is not calls[6].cost
+
+
+def test_another_forward_has_a_profile_of_its_own() -> None:
+    """Times of packed weights would have drafting go on after ``unpack``, where it pays no longer."""
+    model = build("llama", vocab_size=4096, num_hidden_layers=1)  # so large that its output layer is packed
+    plain = policy_of("ngram", model=model)
+    with hf_spec.packed(model, force=True):
+        packed = policy_of("ngram", model=model)
+        with hf_spec.invariant(model):
+            exact = policy_of("ngram", model=model)
+    torch.set_num_threads(threads := torch.get_num_threads() + 1)
+    try:
+        others = policy_of("ngram", model=model)
+    finally:
+        torch.set_num_threads(threads - 1)
+    assert len({id(one.cost) for one in (plain, packed, exact, others)}) == 4
+    assert policy_of("ngram", model=model).cost is plain.cost
 
 
 def test_confidence_ends_chains_in_half_precision_alone_and_where_no_threshold_does() -> None:
