@@ -61,7 +61,7 @@ RAW: dict[str, Any] = {
     "padded": {"made_from": MADE, "seconds": {"plain `generate`": [[34.31, 0.25], [31.6, 0.26]]}},
     "exact-answers": {
         "made_from": MADE,
-        "settings": {"target": "smollm2", "dtype": "bfloat16", "new_tokens": 24},
+        "settings": {"target": "smollm2", "dtype": "bfloat16", "new_tokens": 24, "packed": True, "threads": 1},
         "rounds": {mode: [ANSWERS[mode], ANSWERS[mode]] for mode in ("outside", "in the mode")},
     },
     "step-costs": {"made_from": MADE, "float32": {"rows": {"0": {"1": 1.0, "32": 3.5}, "6": {"1": 1.25, "32": 9.0}}}},

@@ -131,9 +131,9 @@ def _profile(config: SpeculationConfig, situation: Situation) -> Profile:
     rule = config.acceptance, config.accept_k, config.accept_tolerance, situation.samples
     target, device = situation.target, situation.device
     weight = getattr(target.get_output_embeddings(), "weight", None)  # its type tells whether the target is packed
-    machine = str(device), target.dtype, type(weight), is_invariant(target), torch.get_num_threads()
-    size = prompt_class(situation.prompt_length)
-    key = (*situation.speculator.profile_key, *shape, *rule, *machine, size, situation.is_static, *situation.way)
+    forward: tuple[Hashable, ...] = type(weight), is_invariant(target), situation.is_static, *situation.way
+    machine = str(device), target.dtype, torch.get_num_threads(), prompt_class(situation.prompt_length)
+    key = *situation.speculator.profile_key, *shape, *rule, *machine, *forward
     return profile_of(target, network_of(situation.speculator), *key)
 
 
