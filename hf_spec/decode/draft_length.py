@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from ..drafts.base import Speculator, network_of
 from ..drafts.plain.speculator import PlainSpeculator
 from ..invariance.mode import is_invariant
+from ..packing.weight import PackedWeight
 from ..parallel import ModelParallelGroup
 from ..policy.acceptance import AcceptanceEstimator
 from ..policy.adaptive import MIN_SPEEDUP, AdaptiveLength, Idle
@@ -130,8 +131,8 @@ def _profile(config: SpeculationConfig, situation: Situation) -> Profile:
     shape = str(config.tree), config.tree_topk, config.num_tree_tokens, config.confidence_threshold
     rule = config.acceptance, config.accept_k, config.accept_tolerance, situation.samples
     target, device = situation.target, situation.device
-    weight = getattr(target.get_output_embeddings(), "weight", None)  # its type tells whether the target is packed
-    forward: tuple[Hashable, ...] = type(weight), is_invariant(target), situation.is_static, *situation.way
+    packed = isinstance(getattr(target.get_output_embeddings(), "weight", None), PackedWeight)
+    forward = packed, is_invariant(target), situation.is_static, *situation.way
     machine = str(device), target.dtype, torch.get_num_threads(), prompt_class(situation.prompt_length)
     key = *situation.speculator.profile_key, *shape, *rule, *machine, *forward
     return profile_of(target, network_of(situation.speculator), *key)
