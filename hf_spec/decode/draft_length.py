@@ -24,6 +24,7 @@ from ..policy.fixed import FixedLength
 from ..policy.store import Profile, profile_of, prompt_class
 from ..proposal import tree_from_paths
 from ..sampling import is_seeded
+from ..scoring.modules import weights_of
 from ..scoring.plain import scored_vocabulary
 from ..scoring.widths import costs_of_widths
 from ..settings import DEFAULT_NUM_SPECULATIVE_TOKENS, SpeculationConfig
@@ -131,8 +132,8 @@ def _profile(config: SpeculationConfig, situation: Situation) -> Profile:
     shape = str(config.tree), config.tree_topk, config.num_tree_tokens, config.confidence_threshold
     rule = config.acceptance, config.accept_k, config.accept_tolerance, situation.samples
     target, device = situation.target, situation.device
-    packed = isinstance(getattr(target.get_output_embeddings(), "weight", None), PackedWeight)
-    forward = packed, is_invariant(target), situation.is_static, *situation.way
+    is_packed = PackedWeight in map(type, weights_of(target))
+    forward = is_packed, is_invariant(target), situation.is_static, *situation.way
     machine = str(device), target.dtype, torch.get_num_threads(), prompt_class(situation.prompt_length)
     key = *situation.speculator.profile_key, *shape, *rule, *machine, *forward
     return profile_of(target, network_of(situation.speculator), *key)

@@ -148,7 +148,7 @@ def test_what_changes_times_or_acceptance_has_a_profile_of_its_own() -> None:
 
 def test_another_forward_has_a_profile_of_its_own() -> None:
     """Times of packed weights would have drafting go on after ``unpack``, where it pays no longer."""
-    model = build("llama", vocab_size=4096, num_hidden_layers=1)  # so large that its output layer is packed
+    model = build("llama", num_hidden_layers=1, intermediate_size=4096)  # the output layer is too small to be packed
     plain = policy_of("ngram", model=model)
     with hf_spec.packed(model, force=True):
         packed = policy_of("ngram", model=model)
