@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import shutil
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -13,8 +12,9 @@ import pytest
 import torch
 from architectures import build, prompts
 from test_exactness import noisy_copy
+from test_static import on_any_device, with_a_cpp_compiler
 from torch import Tensor, fx, nn
-from transformers import CompileConfig, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 from twins import SHAPES, target
@@ -130,8 +130,7 @@ def test_compiled_blocks_repeat_no_keys(monkeypatch: pytest.MonkeyPatch) -> None
     shapes: list[tuple[int, int, int]] = []
     model = target("llama")
     text = model.generate(**prompts(1), max_new_tokens=16, do_sample=False)
-    config = CompileConfig(backend=inspecting, fullgraph=True, mode=None)
-    config._compile_all_devices = True
+    config = on_any_device(backend=inspecting)
     torch._dynamo.reset()
     found = []
     for ways in ({"speculator": noisy_copy(model, 0), "num_speculative_tokens": 4}, {}):
@@ -196,13 +195,11 @@ def test_what_graphs_write_out(changed: dict[str, Any], is_written_out: bool) ->
 
 
 @pytest.mark.slow
+@with_a_cpp_compiler
 def test_inductor_fuses_what_is_written_out() -> None:
-    if shutil.which("g++") is None:
-        pytest.skip("inductor needs a C++ compiler here")
     model = build("llama", num_hidden_layers=1, num_key_value_heads=HEADS).to(torch.bfloat16)
-    config = CompileConfig(fullgraph=True, mode="default")
-    config._compile_all_devices = True
-    options = {"max_new_tokens": 12, "do_sample": False, "cache_implementation": "static", "compile_config": config}
+    options = {"max_new_tokens": 12, "do_sample": False, "cache_implementation": "static"}
+    options["compile_config"] = on_any_device(backend="inductor", mode="default")
     torch._dynamo.reset()
     asked = {}
     for nodes in (1, 3):

@@ -48,6 +48,8 @@ NOT_COMPILED = ("bloom", "mpt", "bart")
 # Transformers reads no prompt of theirs over a static cache.
 NO_STATIC = ("falcon:alibi",)
 
+with_a_cpp_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler here")
+
 
 @pytest.fixture(autouse=True)
 def short_rings(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -591,9 +593,8 @@ print(counters["inductor"]["fxgraph_cache_miss"], counters["inductor"]["fxgraph_
 
 
 @pytest.mark.slow
+@with_a_cpp_compiler
 def test_inductor_and_its_cache_between_processes(tmp_path: Path) -> None:
-    if shutil.which("g++") is None:
-        pytest.skip("inductor needs a C++ compiler here")
     place = environment() | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
     figures = []
     for _ in range(2):
