@@ -20,8 +20,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import copy
-import functools
 import json
 import os
 import platform
@@ -38,7 +36,6 @@ from typing import Any
 
 import torch
 import transformers
-from torch._inductor import config as inductor
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, CompileConfig
 
 import hf_spec
@@ -52,8 +49,8 @@ from hf_spec.whole_files import write_files
 
 SHAPES = {"demo": None, "1.1b": (2016, 6144, 23)}  # hidden size, intermediate size, layers
 DEMO_DRAFTS = {kind: str(demo.path(f"draft-{kind}")) for kind in ("vanilla", "eagle3", "dspark")}
-FROZEN = "compiled and packed"  # both by torch's compiler
-COMPILED = ("compiled", FROZEN)
+BOTH = "compiled and packed"
+COMPILED, PACKED = ("compiled", BOTH), ("packed", BOTH)
 LOCAL = ("plain", "packed", *COMPILED)
 WORKERS = Path(__file__).parent / "engines"
 ROWS = 8  # prompts of each kind, by default
@@ -119,25 +116,17 @@ class Local:
         if shape is not None:
             self.target = inflate(small, *shape)
 
-    @functools.cached_property
-    def frozen(self) -> Any:
-        """A copy of the target: graphs that torch freezes hold weights, which cannot be packed then."""
-        return copy.deepcopy(self.target)
-
     def ways(self) -> list[Way]:
         """List the methods, those of one condition after each other."""
         found: list[Way] = []
         for condition in LOCAL:
-            compiled = self._compiled(condition == FROZEN) if condition in COMPILED else {}
-            plain = "plain" if condition == FROZEN else False  # transformers' own second call fails there
+            compiled = self._compiled(condition) if condition in COMPILED else {}
+            plain = "plain" if condition == BOTH else False  # transformers compiles no packed weights
             found.append(self._way("plain", condition, {"speculator": plain} | compiled))
-            if condition == FROZEN:
-                ours = {"speculator": "ngram", "speculation_config": self._config("chain")}
-                found.append(self._way("hf_spec, n-grams", condition, ours | compiled))
-                continue
-            lookup = {"speculator": False, "prompt_lookup_num_tokens": self.args.tokens_per_step}
-            found.append(self._way("prompt lookup", condition, lookup | compiled, 1))
-            if "vanilla" in self.drafts:
+            if condition != BOTH:
+                lookup = {"speculator": False, "prompt_lookup_num_tokens": self.args.tokens_per_step}
+                found.append(self._way("prompt lookup", condition, lookup | compiled, 1))
+            if condition != BOTH and "vanilla" in self.drafts:
                 assisted = {"speculator": False, "assistant_model": self.drafts["vanilla"]}
                 found.append(self._way("assisted", condition, assisted | compiled, 1))
             for kind, draft in self.drafts.items():
@@ -150,9 +139,9 @@ class Local:
                     )
         return found
 
-    def _compiled(self, is_frozen: bool) -> dict[str, Any]:
+    def _compiled(self, condition: str) -> dict[str, Any]:
         config: Any = CompileConfig(fullgraph=True, backend=self.args.backend, mode=None)
-        if is_frozen and self.args.backend == "inductor":  # other options, for which graphs are made anew
+        if condition == BOTH and self.args.backend == "inductor":
             config.options = {"cpp_wrapper": True}
         config._compile_all_devices = True  # transformers' own switch: on a CPU, too
         return {"cache_implementation": "static", "compile_config": config}
@@ -165,21 +154,18 @@ class Local:
     def _way(self, name: str, condition: str, options: dict[str, Any], largest: int | None = None) -> Way:
         def run(prompts: list[list[int]], new_tokens: int) -> dict[str, Any]:
             self._prepare(condition)
-            if condition != FROZEN:
-                return self._generate(self.target, prompts, new_tokens, options)
-            with inductor.patch(freezing=True):
-                return self._generate(self.frozen, prompts, new_tokens, options)
+            return self._generate(self.target, prompts, new_tokens, options)
 
         return Way(name, condition, run, largest)
 
     def _prepare(self, condition: str) -> None:
         """Pack or unpack all models, outside of what is timed."""
         models = [self.target, *(draft for draft in self.drafts.values() if not isinstance(draft, str))]
-        if condition == "packed" and not is_packed(self.target):
+        if condition in PACKED and not is_packed(self.target):
             self.packing = str(hf_spec.pack(*models, force=True))
             if not is_packed(self.target):
                 raise ValueError(self.packing)
-        elif condition != "packed" and is_packed(self.target):
+        elif condition not in PACKED and is_packed(self.target):
             hf_spec.unpack(*models)
 
     def _generate(
@@ -578,7 +564,7 @@ def named(title: str) -> str:
     condition, _, name = title.partition(": ")
     if condition not in LOCAL:
         return f"{condition}, {name}"
-    owner = "hf_spec" if condition == FROZEN else "transformers"
+    owner = "hf_spec" if condition == BOTH else "transformers"
     ours = name if name.startswith("hf_spec") else f"{owner}, {name}" if name != "plain" else owner
     return f"{ours}, {condition}"
 

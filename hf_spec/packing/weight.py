@@ -16,15 +16,17 @@ from torch.nn import functional
 from torch.utils import _pytree
 from transformers.utils import logging
 
+from .graphs import compiling, packed_product
 from .layout import RowReader
 
 logger = logging.get_logger(__name__)
 
 lock = threading.RLock()  # of all changes between the two layouts; forwards take none
 NOT_COMPILED = (
-    "torch.compile reads no packed weights: call hf_spec.unpack(model) before, or compile with "
-    "torch._inductor.config.freezing, which packs by itself"
+    "torch.compile reads no packed weights: call hf_spec.unpack(model) before, or let hf_spec compile in "
+    "generate(..., speculator=..., cache_implementation='static', compile_config=...)"
 )
+NOT_TRACED = "packed weights are compiled in linear layers and embeddings alone, in their own dtype, without gradients"
 STORAGE = "_hf_spec_storage"  # the attribute of a plain parameter that was packed before
 # With weights of so many bytes, oneDNN took up to a quarter less time for four rows than for one or two. That was so
 # on an AMD EPYC with AVX-512, and not with AVX2.
@@ -145,11 +147,13 @@ class PackedWeight(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.compiler.is_dynamo_compiling():
+            return _traced(func, args, kwargs or {})
         if func is functional.linear and len(args) > 1 and not kwargs and type(weight := args[1]) is cls:
             packed = weight._storage.packed
             bias = args[2] if len(args) > 2 else None
             if packed is not None and _multiplies(args[0], packed.dtype, bias, weight):
-                return _product(args[0], packed, bias)
+                return _product(args[0], packed, bias, _multiply)
         elif func is functional.embedding and len(args) > 1 and type(weight := args[1]) is cls:
             if _looks_up(args[0], args[2:], kwargs or {}) and not _is_recorded(weight):
                 return weight._storage.rows_of(args[0])
@@ -173,10 +177,14 @@ class PackedWeight(Tensor):
 
     @property
     def __tensor_flatten__(self) -> Any:
-        """Refuse torch.compile, which asks for this before it traces; nobody else may find it."""
-        if TracingContext.try_get() is None:
+        """Refuse graphs that hf_spec does not make: torch.compile asks for this before it traces, and nobody else."""
+        if TracingContext.try_get() is None or compiling.get():
             raise AttributeError("__tensor_flatten__")
         raise RuntimeError(NOT_COMPILED)
+
+    def is_floating_point(self) -> bool:
+        """Return True, as for every packed weight: a method of C++ does not stand in graphs, and this one is asked."""
+        return True
 
     def is_like(self, weight: Tensor) -> bool:
         """Tell whether ``weight`` has the same shape and dtype."""
@@ -208,18 +216,36 @@ class PackedWeight(Tensor):
         return made
 
 
-def _product(states: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
+def _traced(func: Any, args: Any, kwargs: Any) -> Any:
+    """Say what a graph does for ``func``: torch.compile runs this function symbolically."""
+    if func is functional.linear and len(args) > 1 and not kwargs and isinstance(args[1], PackedWeight):
+        packed, bias = args[1]._storage.packed, args[2] if len(args) > 2 else None
+        is_plain = not torch.is_grad_enabled() and not torch.is_autocast_enabled("cpu")
+        if is_plain and packed is not None and packed.dtype == args[0].dtype:
+            return _product(args[0], packed, bias, packed_product)
+    elif func is functional.embedding and len(args) > 1 and isinstance(args[1], PackedWeight):
+        rows = args[1]._storage.rows
+        if rows is not None and not torch.is_grad_enabled() and _looks_up(args[0], args[2:], kwargs):
+            return rows(args[0])
+    raise RuntimeError(NOT_TRACED)
+
+
+def _multiply(states: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
+    product: Tensor = torch.ops.mkldnn._linear_pointwise.default(states, packed, bias, "none", [], "")
+    return product
+
+
+def _product(states: Tensor, packed: Tensor, bias: Tensor | None, multiply: Callable[..., Tensor]) -> Tensor:
     """Multiply ``states``, (..., inputs), by the transpose of ``packed``, (outputs, inputs), and add ``bias``."""
     outputs, inputs = packed.shape
-    multiply: Callable[..., Tensor] = torch.ops.mkldnn._linear_pointwise.default
     if states.shape[-1:] != (inputs,):  # oneDNN's error says nothing
         raise RuntimeError(f"a weight of shape {(outputs, inputs)} cannot multiply states of {tuple(states.shape)}")
     if (rows := states.numel() // inputs) == 0:
         return states.new_empty(*states.shape[:-1], outputs)
     if rows < FEWEST and outputs * inputs * packed.itemsize >= BIG:
         several = states.expand(-(-FEWEST // rows), *states.shape)
-        return multiply(several, packed, bias, "none", [], "")[0]
-    return multiply(states, packed, bias, "none", [], "")
+        return multiply(several, packed, bias)[0]
+    return multiply(states, packed, bias)
 
 
 def values_of(weight: Tensor) -> Tensor:

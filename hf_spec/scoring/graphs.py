@@ -18,6 +18,8 @@ from torch._dynamo.utils import counters
 from transformers import CompileConfig
 from transformers.utils import logging
 
+from ..packing.graphs import packed_in_graphs
+from ..packing.weight import PackedWeight
 from .attention import folding_in_graphs
 from .kept import NEW_MEMORY, KeptBuffers, buffers_of
 from .modules import modules_of
@@ -52,7 +54,7 @@ class Graphs:
     def counted(self) -> Iterator[None]:
         """Count what is compiled in this context, which runs blocks of draft tokens."""
         before, start = counters["stats"]["unique_graphs"], time.perf_counter()
-        with folding_in_graphs(self._fuses):
+        with folding_in_graphs(self._fuses), packed_in_graphs():
             yield
         if made := counters["stats"]["unique_graphs"] - before:
             self.made += made
@@ -74,6 +76,7 @@ class Compiler:
         self.graphs = Graphs(self.config)
         self._options = self.config.to_dict() | FIXED_SHAPES | {"fullgraph": True}
         self._kept: list[KeptBuffers] = []
+        self._sharing: dict[nn.Module, tuple[nn.Module, ...]] = {}
 
     def buffers_of(self, draft: nn.Module, device: torch.device) -> KeptBuffers:
         """Return the memory of ``draft``'s buffers, until ``free_buffers``."""
@@ -92,7 +95,9 @@ class Compiler:
         """
         if owner in _failed:
             return function(*args)
-        compiled = _compiled_with(function, self._options)
+        if isinstance(owner, nn.Module) and owner not in self._sharing:
+            self._sharing[owner] = _sharing_packed_weights(owner)
+        compiled = _compiled_with(function, self._options, sharing=self._sharing.get(owner, ()))
         try:
             with taking_turns, self.graphs.counted():
                 if self._begins_step:
@@ -133,13 +138,37 @@ def compiled_model(model: Any, config: CompileConfig, watched: Sequence[int]) ->
     if model.get_compiled_call(config) == model.__call__:
         return cast(Callable[..., Any], model.__call__)  # transformers does not compile this architecture
     options = config.to_dict() | FIXED_SHAPES | {"isolate_recompiles": True}
-    compiled = _compiled_with(nn.Module.__call__, options, tuple(watched))
+    compiled = _compiled_with(nn.Module.__call__, options, tuple(watched), _sharing_packed_weights(model))
     return functools.partial(compiled, model)
 
 
+def _sharing_packed_weights(model: nn.Module) -> tuple[nn.Module, ...]:
+    """Return the modules of ``model`` that share a packed weight with others, such as tied embeddings."""
+    weights = [(module, weight) for module in modules_of(model) for weight in module._parameters.values()]
+    shared = [one for one, weight in weights if isinstance(weight, PackedWeight) and len(weight._storage.owners) > 1]
+    return tuple(dict.fromkeys(shared))
+
+
+def _knowing(modules: tuple[nn.Module, ...], function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+    """Return ``function(...)`` after a look at ``modules``: a graph of them must not begin with a weight they share.
+
+    To torch's compiler a packed weight is no tensor but an object. It fails at a module that it meets for the first
+    time, if it has met that module's weight before.
+    """
+    for module in modules:
+        _ = module.training
+    return function(*args, **kwargs)
+
+
 def _compiled_with(
-    function: Callable[..., Any], options: dict[str, Any], watched: tuple[int, ...] = ()
+    function: Callable[..., Any],
+    options: dict[str, Any],
+    watched: tuple[int, ...] = (),
+    sharing: tuple[nn.Module, ...] = (),
 ) -> Callable[..., Any]:
+    """Return ``function`` compiled, the same one for the same arguments; see ``_knowing`` for ``sharing``."""
+    if sharing:
+        return functools.partial(_compiled_with(_knowing, options, watched), sharing, function)
     for known, its_options, its_watched, compiled in _compiled:
         if known is function and its_options == options and its_watched == watched:
             return compiled

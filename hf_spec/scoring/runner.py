@@ -16,6 +16,7 @@ from transformers.cache_utils import Cache, DynamicCache
 from transformers.generation.utils import MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL
 
 from ..device_tensors import to_device
+from ..packing.packing import is_packed
 from ..proposal import Proposal
 from .adapters import adapted_layers, with_adapters
 from .architectures import arguments_of, cache_name
@@ -158,10 +159,13 @@ class ModelRunner:
         """Read the prompt by transformers' own prefill and score its last token; the features cover all of it."""
         if self.features.layers and model_kwargs.get("logits_to_keep") == 1:  # Gemma 4 then returns one state only
             model_kwargs["logits_to_keep"] = torch.tensor([-1], device="cpu")  # an index on any device's logits
-        if self.features.layers or self.features.every:
+        has_hooks = bool(self.features.layers or self.features.every)
+        if has_hooks:
             model_kwargs |= self.features.asked
+        # Of chunks: a graph keeps the hooks that it was compiled with, and transformers' read no packed weights.
+        if has_hooks or (generation_config.prefill_chunk_size and is_packed(self.model)):
             generation_config = copy.copy(generation_config)
-            generation_config.disable_compile = True  # of chunks: a graph keeps the hooks that it was compiled with
+            generation_config.disable_compile = True
         self._undo_prompt = undo_reading(model_kwargs.get(self._cache_name))
         reading = self._read_prompt(input_ids, generation_config, model_kwargs)
         outputs = reading.outputs
