@@ -194,6 +194,7 @@ class Local:
             first = 0.0 if stats.first_tokens_in_steps else stats.time_to_first_token
             parts = (stats.target_seconds + first, stats.propose_seconds)
             found["accepted_length"] = stats.mean_accepted_length
+            found["seconds"] -= stats.compile_seconds  # of a shape that no earlier call had
         else:
             parts = (*clock.by_model(), 0.0)[:2]
             if len(options.keys() & {"assistant_model", "prompt_lookup_num_tokens"}):

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from groups import environment
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import CompileConfig, LlamaConfig, LlamaForCausalLM
@@ -217,3 +221,29 @@ def test_inductor_calls_the_product_itself(cpp_wrapper: bool, dtype: torch.dtype
         found = torch.stack(out.logits, dim=1)
         assert torch.allclose(found.float(), asked.float(), rtol=0, atol=least * float(asked.abs().max()))
     assert is_packed(model) and not told
+
+
+ANOTHER_PROCESS = """
+import sys
+sys.path[:0] = sys.argv[2:]
+from test_packed_graphs import IDS, compiling, make, text, torch
+from torch._dynamo.utils import counters
+
+torch.set_num_threads(1)
+model = make(seed=int(sys.argv[1]))
+out = text(model, IDS[:1], speculator="plain", **compiling("inductor"))
+assert torch.equal(out.sequences, text(model, IDS[:1]).sequences)
+print(counters["inductor"]["fxgraph_cache_miss"], counters["inductor"]["fxgraph_cache_hit"])
+"""
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler here")
+@pytest.mark.slow
+def test_another_process_finds_the_graph_and_reads_its_own_weights(tmp_path: Path) -> None:
+    place = environment() | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+    figures = []
+    for seed in ("0", "1"):
+        command = [sys.executable, "-c", ANOTHER_PROCESS, seed, str(Path(__file__).parent), *sys.path]
+        done = subprocess.run(command, env=place, capture_output=True, text=True, check=True)
+        figures.append(done.stdout.split())
+    assert figures == [["1", "0"], ["0", "1"]]
