@@ -19,7 +19,7 @@ import hf_spec
 from hf_spec import Eagle3SpeculatorConfig, SpeculationConfig
 from hf_spec.packing.graphs import packed_in_graphs, packed_product
 from hf_spec.packing.packing import _reordered, is_packed, why_not_here
-from hf_spec.packing.weight import BIG, FEWEST, NOT_TRACED
+from hf_spec.packing.weight import BIG, NOT_TRACED
 from hf_spec.scoring import compiled, graphs
 from hf_spec.training import new_draft
 
@@ -193,7 +193,7 @@ def test_the_product_in_graphs_has_the_bits_of_the_eager_one(dtype: torch.dtype,
     with torch.no_grad(), packed_in_graphs():
         torch._dynamo.reset()
         assert torch.equal(torch.compile(layers, backend="aot_eager", fullgraph=True)(states), layers(states))
-    assert is_packed(layers) and FEWEST >= 1
+    assert is_packed(layers)
 
 
 def test_a_product_without_values_has_its_shape() -> None:
