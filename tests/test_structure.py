@@ -25,7 +25,8 @@ def too_long(source: str) -> list[str]:
 
 def undocumented(module: ModuleType) -> list[str]:
     """Name what ``module`` defines and users may name, but has no docstring, not even that of what it overrides."""
-    found = {module.__name__: module} | {name: one for name, one in vars(module).items() if defined_in(module, one)}
+    defined = {name: one for name, one in vars(module).items() if public(name) and defined_in(module, one)}
+    found = {module.__name__: module} | defined  # torch's compiler adds names of its own: __resume_at_...
     for name, one in [*found.items()]:
         if inspect.isclass(one):
             members = {member for member, value in vars(one).items() if callable(value) or isinstance(value, property)}
