@@ -53,7 +53,7 @@ ENGINES = """\
 Next to other engines, in one run for each column: tokens a second (multiple of plain under the same conditions).
 SmolLM2-135M-Instruct, greedy, two cores, eight short prompts with answers of 48 tokens, which repeat little.
 llama.cpp and vLLM are faster here: their forwards on a CPU are. EAGLE-3 is one draft for all, trained for this table
-on 1,024 answers only. Of two turns of 9.0 one waited for the compiler.
+on 1,024 answers only; "vanilla" is a draft model of two layers. Of two turns of 9.0 one waited for the compiler.
 [Compiled and packed](docs/compilation.md#on-a-cpu): graphs that read packed weights.
 [Seconds of target and draft](docs/benchmarking.md#next-to-other-engines)."""
 GPU = """\
