@@ -24,11 +24,13 @@ def packed_in_graphs() -> Iterator[None]:
         compiling.reset(token)
 
 
-@torch.library.custom_op("hf_spec::packed_product", mutates_args=())
-def packed_product(states: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
+def product(states: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
     """Multiply ``states`` (..., inputs) by the transpose of ``packed`` (outputs, inputs), and add ``bias``."""
-    product: Tensor = torch.ops.mkldnn._linear_pointwise(states, packed, bias, "none", [], "")
-    return product
+    found: Tensor = torch.ops.mkldnn._linear_pointwise.default(states, packed, bias, "none", [], "")
+    return found
+
+
+packed_product = torch.library.custom_op("hf_spec::packed_product", product, mutates_args=())
 
 
 @packed_product.register_fake

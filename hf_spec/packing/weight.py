@@ -16,7 +16,7 @@ from torch.nn import functional
 from torch.utils import _pytree
 from transformers.utils import logging
 
-from .graphs import compiling, packed_product
+from .graphs import compiling, packed_product, product
 from .layout import RowReader
 
 logger = logging.get_logger(__name__)
@@ -153,7 +153,7 @@ class PackedWeight(Tensor):
             packed = weight._storage.packed
             bias = args[2] if len(args) > 2 else None
             if packed is not None and _multiplies(args[0], packed.dtype, bias, weight):
-                return _product(args[0], packed, bias, _multiply)
+                return _product(args[0], packed, bias, product)
         elif func is functional.embedding and len(args) > 1 and type(weight := args[1]) is cls:
             if _looks_up(args[0], args[2:], kwargs or {}) and not _is_recorded(weight):
                 return weight._storage.rows_of(args[0])
@@ -228,11 +228,6 @@ def _traced(func: Any, args: Any, kwargs: Any) -> Any:
         if rows is not None and not torch.is_grad_enabled() and _looks_up(args[0], args[2:], kwargs):
             return rows(args[0])
     raise RuntimeError(NOT_TRACED)
-
-
-def _multiply(states: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
-    product: Tensor = torch.ops.mkldnn._linear_pointwise.default(states, packed, bias, "none", [], "")
-    return product
 
 
 def _product(states: Tensor, packed: Tensor, bias: Tensor | None, multiply: Callable[..., Tensor]) -> Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 from groups import environment
+from test_static import on_any_device, with_a_cpp_compiler
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers import CompileConfig, LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import hf_spec
 from hf_spec import Eagle3SpeculatorConfig, SpeculationConfig
@@ -40,9 +40,7 @@ def make(layers: int = 2, seed: int = 0, dtype: torch.dtype = torch.float32, **o
 
 
 def compiling(backend: str = "eager", **options: Any) -> dict[str, Any]:
-    config = CompileConfig(**{"backend": backend, "fullgraph": True, "mode": None} | options)
-    config._compile_all_devices = True
-    return {"cache_implementation": "static", "compile_config": config}
+    return {"cache_implementation": "static", "compile_config": on_any_device(backend=backend, **options)}
 
 
 def speculating(way: str, target: Any) -> dict[str, Any]:
@@ -203,8 +201,8 @@ def test_a_product_without_values_has_its_shape() -> None:
     assert found.shape == bare.shape == (2, 3, 64) and bare.is_meta
 
 
-@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler here")
 @pytest.mark.slow
+@with_a_cpp_compiler
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("cpp_wrapper", [False, True])
 def test_inductor_calls_the_product_itself(cpp_wrapper: bool, dtype: torch.dtype, told: list[str]) -> None:
@@ -237,8 +235,8 @@ print(counters["inductor"]["fxgraph_cache_miss"], counters["inductor"]["fxgraph_
 """
 
 
-@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler here")
 @pytest.mark.slow
+@with_a_cpp_compiler
 def test_another_process_finds_the_graph_and_reads_its_own_weights(tmp_path: Path) -> None:
     place = environment() | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
     figures = []

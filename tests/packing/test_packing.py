@@ -19,10 +19,11 @@ import pytest
 import torch
 from groups import environment
 from pairs import each_value
+from test_static import on_any_device
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.utils import prune
-from transformers import AutoModelForCausalLM, CompileConfig, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import hf_spec
 from hf_spec.packing.layout import memory_of, row_reader, same_bits
@@ -682,13 +683,11 @@ def test_a_layer_alone_is_right_in_every_mode(run: Callable[[nn.Module, Tensor],
 
 
 def test_torch_compile_is_refused_by_name(packed: Any) -> None:
-    config = CompileConfig(backend="eager", fullgraph=True, mode=None)
-    config._compile_all_devices = True
     refused = r"torch\.compile reads no packed weights: call hf_spec\.unpack"
     with torch.no_grad(), pytest.raises(Exception, match=refused):
         torch.compile(packed, dynamic=False)(IDS)
     with pytest.raises(Exception, match=refused):  # by transformers' own loop
-        packed.generate(IDS[:1], max_new_tokens=8, cache_implementation="static", compile_config=config)
+        packed.generate(IDS[:1], max_new_tokens=8, cache_implementation="static", compile_config=on_any_device())
     assert close(logits(packed), logits(make()))
     compiled = make()
     compiled.compile()
