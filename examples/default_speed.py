@@ -3,6 +3,7 @@
     python examples/default_speed.py
     python examples/default_speed.py --processors  # with a minimum length, a repetition penalty and an n-gram ban
     python examples/default_speed.py --size 1152 4608 16 --batch 1 --assisted 3 5 8  # a target of 300 M parameters
+    python examples/default_speed.py --packed --cores 2  # plain and speculative calls with packed weights
     python examples/default_speed.py --json speeds.json            # keeps the seconds of every call, and goes on
     python examples/default_speed.py --read speeds.json                              # the table of such a file
 
@@ -32,6 +33,7 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 sys.path.insert(0, str(Path(__file__).parent))
 from engine_speed import earlier, machine  # the folder is no package
 
+import hf_spec
 from hf_spec import demo
 from hf_spec.bench.runner import parts_of
 from hf_spec.demo.inflation import Narrowed, inflate
@@ -136,6 +138,8 @@ def main() -> None:
     parser.add_argument(
         "--size", type=int, nargs=3, metavar=("HIDDEN", "MLP", "LAYERS"), help="inflate the target to it"
     )
+    parser.add_argument("--packed", action="store_true", help="pack the weights of the target and of its drafts")
+    parser.add_argument("--cores", type=int, default=1)
     parser.add_argument(
         "--assisted", type=int, nargs="+", default=[], help="also measure assisted generation with these draft lengths"
     )
@@ -146,7 +150,7 @@ def main() -> None:
     if args.read:
         print(table(json.loads(args.read.read_text(encoding="utf-8"))))
         return
-    torch.set_num_threads(1)
+    torch.set_num_threads(args.cores)
     tokenizer = AutoTokenizer.from_pretrained(demo.path(), padding_side="left")
     small = AutoModelForCausalLM.from_pretrained(demo.path(), dtype=torch.float32)
     target = inflate(small, *args.size) if args.size else small
@@ -155,6 +159,8 @@ def main() -> None:
     named = {name: named[name] for name in args.drafts or named}
     if peers and args.batch != [1]:
         parser.error("assisted generation takes one prompt at a time: --batch 1")
+    if args.packed:
+        print(hf_spec.pack(target, *(one for one in named.values() if one != "ngram"), force=True), file=sys.stderr)
     print(header(["plain", *named, *peers]))
     made_from = machine() | {"argv": sys.argv[1:]}
     kept: dict[str, Any] = {"made_from": made_from, "seconds": {}, "parts": {}} | earlier(args.json, made_from)

@@ -1,7 +1,7 @@
 """Measure what packed weights gain in forwards over some tokens, plain and packed in turns.
 
     python examples/packed_forwards.py --json packed.json
-    python examples/packed_forwards.py --shapes llama-1b --dtypes bfloat16 --tokens 1 6 16
+    python examples/packed_forwards.py --shapes llama-1b --dtypes bfloat16 --tokens 1 6 16 --cores 1 2
 
 The model is a Llama of random weights, which cost as much as trained ones. A forward reads some tokens without a text
 before them. A figure is the least of all turns. Weights are packed by force, because a processor without AVX-512 is
@@ -11,6 +11,7 @@ worth a look, too. Rows that the raw file has are not measured again.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import sys
 import time
@@ -71,19 +72,20 @@ def main() -> None:
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["smollm2-135m"])
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
     parser.add_argument("--tokens", type=int, nargs="+", default=[1, 2, 4, 6, 8, 16, 32, 64])
+    parser.add_argument("--cores", type=int, nargs="+", default=[1])
     parser.add_argument("--times", type=int, default=4, help="forwards of each number of tokens in a turn")
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--json", type=Path, help="write commit, machine, versions and the figures")
     args = parser.parse_args()
-    torch.set_num_threads(1)
     made_from = machine() | {"argv": sys.argv[1:]}
     content: dict[str, Any] = {"made_from": made_from, "forwards": {}} | earlier(args.json, made_from)
-    for shape in args.shapes:
-        for dtype in args.dtypes:
-            if f"{shape}, {dtype}" not in content["forwards"]:
-                content["forwards"][f"{shape}, {dtype}"] = measure(shape, dtype, args)
-                if args.json:
-                    write_files({args.json.name: json.dumps(content, indent=1) + "\n"}, args.json.absolute().parent)
+    for cores, shape, dtype in itertools.product(args.cores, args.shapes, args.dtypes):
+        torch.set_num_threads(cores)
+        name = f"{shape}, {dtype}" + (f", {cores} cores" if cores > 1 else "")
+        if name not in content["forwards"]:
+            content["forwards"][name] = measure(shape, dtype, args)
+            if args.json:
+                write_files({args.json.name: json.dumps(content, indent=1) + "\n"}, args.json.absolute().parent)
     print(table(content))
 
 

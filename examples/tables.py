@@ -227,6 +227,7 @@ TABLES = {
     "next-to-engines-short": engines_folder(next_to_engines_short),
     "defaults": default_file("defaults", "--rounds 7"),
     "defaults-processors": default_file("defaults-processors", "--rounds 5 --processors"),
+    "defaults-packed": default_file("defaults-packed", "--rounds 5 --packed --cores 2"),
     "defaults-300m": default_file(
         "defaults-300m",
         "--rounds 2 --size 1152 4608 16 --batch 1 --new-tokens 48 --assisted 5 --drafts vanilla eagle3 mtp ngram",
@@ -266,7 +267,12 @@ TABLES = {
         "packed-avx512",
         "--shapes smollm2-135m llama-1b --dtypes bfloat16 float32 --tokens 1 2 4 6 8 16 --turns 2",
     ),
-    "packed": script_file(below_its_machine(packed_forwards.table), "packed_forwards", "packed", "--dtypes float32"),
+    "packed": script_file(
+        below_its_machine(packed_forwards.table),
+        "packed_forwards",
+        "packed",
+        "--shapes smollm2-135m llama-1b --dtypes float32 --tokens 1 2 4 6 8 16 64 --cores 1 2 --turns 2",
+    ),
     "padded": script_file(below_its_machine(padded_prompts.table), "padded_prompts", "padded"),
     "replay": Table(
         below_its_machine(replay.table),

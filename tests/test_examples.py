@@ -361,9 +361,10 @@ def test_answers_that_depend_on_the_draft_or_the_batch_are_counted(
     "given",
     [
         ["--batch", "2", "--processors"],
+        ["--batch", "2", "--packed"],
         ["--batch", "1", "--size", "288", "1024", "12", "--assisted", "3", "--drafts", "vanilla", "eagle3"],
     ],
-    ids=["processors", "inflated"],
+    ids=["processors", "packed", "inflated"],
 )
 def test_default_settings_are_measured_beside_plain_generate(
     given: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -371,7 +372,8 @@ def test_default_settings_are_measured_beside_plain_generate(
     file = str(tmp_path / "speeds.json")
     monkeypatch.setattr("sys.argv", ["default_speed.py", "--rounds", "1", "--new-tokens", "6", "--json", file, *given])
     runpy.run_path(str(ROOT / "examples" / "default_speed.py"), run_name="__main__")
-    printed = capsys.readouterr().out
+    printed, told = capsys.readouterr()
+    assert ("weights are packed" in told) == ("--packed" in given)
     header, _, *rows = printed.splitlines()
     assert [row.count("|") for row in rows] == [header.count("|")] * 2
     cells = [re.findall(r"[0-9.]+", cell) for row in rows for cell in row.split("|")[2:-1]]

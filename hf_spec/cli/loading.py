@@ -50,8 +50,8 @@ def load_models(
 def pack_models(args: argparse.Namespace, target: PreTrainedModel, *speculators: Speculator) -> None:
     """Pack the weights of a target on a CPU, and those of its drafts, unless --no-pack is given; say what was packed.
 
-    Models that will be compiled stay plain: torch.compile reads no packed weights. With --invariant the target is then
-    made invariant.
+    With bench --compiled they stay plain: transformers' own compiled ``generate`` reads no packed weights. With
+    --invariant the target is then made invariant.
     """
     if not (args.no_pack or getattr(args, "compiled", False) or input_device(target).type != "cpu"):
         packing = pack(target, *speculators)

@@ -121,9 +121,8 @@ def _serve(args: argparse.Namespace) -> None:
     speculator = _checked(target, args.speculator, options["dtype"], config)
     tokenizer = None if args.history_file is None else AutoTokenizer.from_pretrained(target)
     with keeping_history(args, speculator, tokenizer):
-        loaded = None if options["compile"] else partial(pack_models, args)
         policy = {one.name: getattr(args, one.name) for one in fields(Policy)}
-        Server(target, speculator, config, loaded=loaded, **options, **policy)
+        Server(target, speculator, config, loaded=partial(pack_models, args), **options, **policy)
 
 
 def key_of(text: str) -> str:

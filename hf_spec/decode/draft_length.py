@@ -55,6 +55,11 @@ class Situation:
         """Return the device of the target."""
         return self.target.device
 
+    @functools.cached_property
+    def is_packed(self) -> bool:
+        """Tell whether the target has packed weights."""
+        return PackedWeight in map(type, weights_of(self.target))
+
 
 def draft_length_policy(
     config: SpeculationConfig, asked: SpeculationConfig | None, situation: Situation, ranks: ModelParallelGroup
@@ -132,8 +137,7 @@ def _profile(config: SpeculationConfig, situation: Situation) -> Profile:
     shape = str(config.tree), config.tree_topk, config.num_tree_tokens, config.confidence_threshold
     rule = config.acceptance, config.accept_k, config.accept_tolerance, situation.samples
     target, device = situation.target, situation.device
-    is_packed = PackedWeight in map(type, weights_of(target))
-    forward = is_packed, is_invariant(target), situation.is_static, *situation.way
+    forward = situation.is_packed, is_invariant(target), situation.is_static, *situation.way
     machine = str(device), target.dtype, torch.get_num_threads(), prompt_class(situation.prompt_length)
     key = *situation.speculator.profile_key, *shape, *rule, *machine, *forward
     return profile_of(target, network_of(situation.speculator), *key)
@@ -191,6 +195,7 @@ def _shape_cost(config: SpeculationConfig, situation: Situation) -> ShapeCost:
         functools.partial(_nodes, config),
         situation.device.type != "cpu",
         situation.target.dtype in HALF,
+        situation.is_packed,
         scored_vocabulary(situation.target) if situation.samples and situation.device.type == "cpu" else 0,
     )
 

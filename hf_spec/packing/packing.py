@@ -254,8 +254,10 @@ def _is_known(owner: Any, name: str) -> bool:
 def why_not_here(dtype: torch.dtype, force: bool = False) -> str | None:
     """Say why this processor gains nothing from packed weights of ``dtype``, or return ``None`` if it gains.
 
-    That is decided by what the processor can do and not by a measurement, so that every run decides alike. With
-    AVX2 alone, float32 forwards of one token took 1.1 to 1.2 of the plain time, of six tokens 0.7: ``force`` packs.
+    That is decided by what the processor can do, and by the number of threads. Nothing is measured, so that every run
+    decides alike. With AVX2 alone, float32 forwards of one token took up to 1.7 of the plain time on one thread. On
+    two threads they took 0.9 to 1.1 of it, and those of two and more tokens about half: docs/packing.md. ``force``
+    packs there, too.
     """
     onednn, ops = torch.backends.mkldnn, torch.ops.mkldnn
     if not (onednn.is_available() and onednn.enabled):
@@ -265,6 +267,14 @@ def why_not_here(dtype: torch.dtype, force: bool = False) -> str | None:
     name = str(dtype).removeprefix("torch.")
     if dtype in HALF and not getattr(ops, HALF[dtype])():
         return f"oneDNN multiplies no {name} on this processor"
-    if "AVX512" not in torch.backends.cpu.get_cpu_capability() and not force:
-        return "this processor has no AVX-512, without which one token at a time takes longer (force=True packs)"
+    capability = torch.backends.cpu.get_cpu_capability()
+    if force or "AVX512" in capability:
+        return None
+    if capability != "AVX2":
+        return "packed weights were not measured on this kind of processor (force=True packs)"
+    if torch.get_num_threads() == 1:
+        return (
+            "this processor has no AVX-512, without which one token at a time takes longer on one thread "
+            "(force=True packs)"
+        )
     return None

@@ -313,12 +313,23 @@ def test_without_onednn_nothing_is_packed(model: Any) -> None:
     assert not is_packed(model)
 
 
-def test_only_processors_that_gain_pack_unforced(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
-    assert "no AVX-512" in str(hf_spec.pack(model)) and not is_packed(model)
-    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
-    hf_spec.pack(model)
-    assert is_packed(model)
+@pytest.mark.parametrize(
+    ("capability", "threads", "reason"),
+    [
+        ("AVX512", 1, None),
+        ("AVX2", 2, None),
+        ("AVX2", 1, "no AVX-512, without which one token at a time takes longer on one thread"),
+        ("DEFAULT", 2, "not measured on this kind of processor"),
+    ],
+)
+def test_only_processors_that_gain_pack_unforced(
+    model: Any, capability: str, threads: int, reason: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    report = hf_spec.pack(model)
+    assert is_packed(model) == (reason is None) and (reason or "are packed") in str(report)
+    assert hf_spec.pack(model, force=True).packed
 
 
 def test_quantized_layers_are_left_alone() -> None:

@@ -25,7 +25,7 @@ from hf_spec.policy.acceptance import (
     num_accepted,
 )
 from hf_spec.policy.base import MAX_LENGTH, DraftSource
-from hf_spec.policy.cost import SCORE, MeasuredCost, ModelShape, ShapeCost, size_class
+from hf_spec.policy.cost import SCORE, SECOND_TOKEN, MeasuredCost, ModelShape, ShapeCost, size_class
 from hf_spec.policy.store import profile_of, prompt_class
 
 MODEL, NGRAM, NONE = DraftSource.MODEL, DraftSource.NGRAM, DraftSource.NONE
@@ -275,15 +275,17 @@ def test_a_new_time_changes_the_curve_of_its_batch_size() -> None:
 
 
 def test_shapes_say_the_same_everywhere_and_dearer_work_is_dearer() -> None:
-    def cost(layers: int = 10, draft_layers: int = 2, accelerator: bool = False, half: bool = False) -> ShapeCost:
-        big, small = ModelShape(layers, 10**8), ModelShape(draft_layers, 10**7)
-        return ShapeCost(big, lambda length: [small] * length, lambda length: length, accelerator, half)
+    def cost(accelerator: bool = False, half: bool = False, packed: bool = False) -> ShapeCost:
+        big, small = ModelShape(10, 10**8), ModelShape(2, 10**7)
+        return ShapeCost(big, lambda length: [small] * length, lambda length: length, accelerator, half, packed)
 
     cpu = cost()
     assert cpu.curve(1, MODEL)[0] == cpu.plain(1) == pytest.approx(10 * 500_000 + 10**8)
     assert list(cpu.curve(1, MODEL)) == sorted(cpu.curve(1, MODEL))
     assert cpu.curve(1, MODEL)[3] - cpu.curve(1, NGRAM)[3] == pytest.approx(3 * (2 * 500_000 + 10**7) + 1.5 * 500_000)
     assert cost(half=True).curve(1, NGRAM)[1] / cost(half=True).plain(1) < cpu.curve(1, NGRAM)[1] / cpu.plain(1)
+    assert cost(packed=True).plain(1) == cpu.plain(1)
+    assert cpu.curve(1, NGRAM)[1] - cost(packed=True).curve(1, NGRAM)[1] == pytest.approx(SECOND_TOKEN * 10**8)
     assert cost(accelerator=True).curve(1, NGRAM)[5] / cost(accelerator=True).plain(1) < 1.11
     assert cpu.observe(1, MODEL, 2, 123.0) == cpu.observe(1, MODEL, 2, None) == cpu.curve(1, MODEL)[2]
     assert cpu.plain(8) > cpu.plain(2) > cpu.plain(1)
@@ -292,7 +294,7 @@ def test_shapes_say_the_same_everywhere_and_dearer_work_is_dearer() -> None:
 def test_each_distribution_that_is_sampled_from_takes_time() -> None:
     def cost(scores: int) -> ShapeCost:
         big, small = ModelShape(10, 10**8), ModelShape(2, 10**7)
-        return ShapeCost(big, lambda length: [small] * length, lambda length: length, False, False, scores)
+        return ShapeCost(big, lambda length: [small] * length, lambda length: length, False, False, False, scores)
 
     greedy, sampled = cost(0), cost(1000)
     for rows, source, distributions in ((1, NGRAM, 4), (8, NGRAM, 32), (1, MODEL, 7), (8, MODEL, 56)):

@@ -25,7 +25,7 @@ from servers import BATCHES, DRAFT, PROMPTS, TARGET, Client, crowd, plain, servi
 from transformers import ContinuousBatchingConfig, GenerationConfig
 from transformers.cli.serving.utils import _StreamError
 
-from hf_spec import SpeculationConfig, demo
+from hf_spec import SpeculationConfig, demo, pack
 from hf_spec.cli import main
 from hf_spec.serving.batched import Batched
 from hf_spec.serving.meter import Meter
@@ -360,8 +360,13 @@ def test_every_kind_of_draft(draft, options):
         assert client.metrics()["accepted_tokens_total"] > 0
 
 
-def test_a_static_cache():
-    with serving(compile=True) as client:
+def packed(model, _speculator):
+    assert pack(model, force=True).packed
+
+
+@pytest.mark.parametrize("loaded", [None, packed])
+def test_a_static_cache(loaded):
+    with serving(compile=True, loaded=loaded) as client:
         assert client.complete(PROMPTS[1], 24) == plain(PROMPTS[1], 24)
         assert client.complete(PROMPTS[2], 24, stream=True) == plain(PROMPTS[2], 24)
         until(client.is_idle)
