@@ -255,9 +255,8 @@ def why_not_here(dtype: torch.dtype, force: bool = False) -> str | None:
     """Say why this processor gains nothing from packed weights of ``dtype``, or return ``None`` if it gains.
 
     That is decided by what the processor can do, and by the number of threads. Nothing is measured, so that every run
-    decides alike. With AVX2 alone, float32 forwards of one token took up to 1.7 of the plain time on one thread. On
-    two threads they took 0.9 to 1.1 of it, and those of two and more tokens about half: docs/packing.md. ``force``
-    packs there, too.
+    decides alike. With AVX2 alone, float32 forwards of one token took 1.0 to 1.6 of the plain time on one thread. On
+    two threads they took 1.0 to 1.1 of it, and those of 2 to 64 tokens 0.4 to 0.75 (docs/packing.md).
     """
     onednn, ops = torch.backends.mkldnn, torch.ops.mkldnn
     if not (onednn.is_available() and onednn.enabled):
