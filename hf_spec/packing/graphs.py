@@ -30,13 +30,24 @@ def product(states: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
     return found
 
 
-packed_product = torch.library.custom_op("hf_spec::packed_product", product, mutates_args=())
-
-
-@packed_product.register_fake
-def _(states: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
+def _shape(states: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
+    """Return a tensor like that of ``product``, without values."""
     _teach_inductor()
     return states.new_empty(*states.shape[:-1], packed.shape[0])
+
+
+def _operator() -> Any:
+    """Return ``product`` as an operator of torch.
+
+    A draft that was published with its code brings another copy of this file. If that made the operator again, torch
+    would take it away from the copy that made it first, whose calls then fail.
+    """
+    if not hasattr(torch.ops.hf_spec, "packed_product"):
+        torch.library.custom_op("hf_spec::packed_product", product, mutates_args=()).register_fake(_shape)
+    return torch.ops.hf_spec.packed_product.default
+
+
+packed_product = _operator()
 
 
 @functools.cache

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +18,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import hf_spec
 from hf_spec import Eagle3SpeculatorConfig, SpeculationConfig
+from hf_spec.packing import graphs as packing_graphs
 from hf_spec.packing.graphs import packed_in_graphs, packed_product
 from hf_spec.packing.packing import _reordered, is_packed, why_not_here
 from hf_spec.packing.weight import BIG, NOT_TRACED
@@ -245,3 +247,14 @@ def test_another_process_finds_the_graph_and_reads_its_own_weights(tmp_path: Pat
         done = subprocess.run(command, env=place, capture_output=True, text=True, check=True)
         figures.append(done.stdout.split())
     assert figures == [["1", "0"], ["0", "1"]]
+
+
+def test_another_copy_of_the_code_takes_no_operator_away() -> None:
+    """A draft that was published with its code brings one, and loads next to hf_spec.
+
+    A copy that made the operator anew would free the memory of the first one, which may work for a while.
+    """
+    assert runpy.run_path(packing_graphs.__file__)["packed_product"] is packed_product
+    torch.manual_seed(0)
+    weight, states = torch.randn(64, 32), torch.randn(2, 32)
+    assert torch.allclose(packed_product(states, _reordered(weight), None), states @ weight.T, atol=1e-4)
