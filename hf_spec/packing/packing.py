@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import weakref
 from collections.abc import Iterator
@@ -12,10 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._dynamo import OptimizedModule
+from torch.nn.functional import embedding
 
 from .attention import attend_together
+from .kept import INPUTS, is_better_kept
 from .layout import row_reader
-from .weight import NOT_COMPILED, STORAGE, Owners, PackedWeight, Storage, lock, parameters_of
+from .weight import NOT_COMPILED, STORAGE, Owners, PackedWeight, Rows, Storage, lock, parameters_of
 
 LARGE = 1 << 16  # values of a weight from which on packing is worth the while
 ROWS_AT_A_TIME = 16  # the rows that oneDNN chooses the layout for; its layouts for 2 to 1,024 rows were the same
@@ -146,18 +149,15 @@ def _pack_weight(found: _Found) -> str | None:
     """Pack one weight; return why it is left plain."""
     with lock, torch.inference_mode(False), torch.no_grad():
         weight = found.weight
-        packed = _reordered(weight.detach())
-        if torch.ops.mkldnn._nbytes(packed) > MOST_MEMORY * weight.nbytes:
-            return "oneDNN would pad it to more than 1.05 of its memory"
-        rows = row_reader(weight.detach(), packed, _reordered) if found.is_looked_up else None
-        if found.is_looked_up and rows is None:
-            return "it is an embedding too, and oneDNN's layout of it is not understood"
+        values = _values(weight, found.is_looked_up)
+        if isinstance(values, str):
+            return values
         known = getattr(weight, STORAGE, lambda: None)()  # of references from when it was packed before
         storage = known or Storage()
         own = storage.weight() if storage.weight is not None else None
         if own is None or not own.is_like(weight):
             own = PackedWeight(storage, weight, weight.requires_grad)
-        storage.pack(packed, rows, own, found.owners, weight)
+        storage.pack(*values, own, found.owners, weight)
         found.weight = own.requires_grad_(weight.requires_grad)
         is_held = weakref.ref(weight)
         del weight
@@ -166,6 +166,20 @@ def _pack_weight(found: _Found) -> str | None:
             storage.take_back(held)
             return HELD
     return None
+
+
+def _values(weight: Tensor, is_looked_up: bool) -> tuple[Tensor, Rows | None] | str:
+    """Return the values that oneDNN reads, and what reads rows of them; or else why ``weight`` is left plain."""
+    if is_better_kept(weight):
+        kept = weight.data
+        return kept, functools.partial(embedding, weight=kept)
+    packed = _reordered(weight.detach())
+    if torch.ops.mkldnn._nbytes(packed) > MOST_MEMORY * weight.nbytes:
+        return "oneDNN would pad it to more than 1.05 of its memory"
+    rows = row_reader(weight.detach(), packed, _reordered) if is_looked_up else None
+    if is_looked_up and rows is None:
+        return "it is an embedding too, and oneDNN's layout of it is not understood"
+    return packed, rows
 
 
 def _reordered(weight: Tensor) -> Tensor:
@@ -241,6 +255,9 @@ def _why_not(found: _Found, force: bool) -> str | None:
         return "it has hooks on its gradient"
     if others:
         return f"{type(others[0]).__name__} uses it otherwise than as a linear layer or an embedding"
+    is_slower = torch.get_num_threads() == 1 and weight.shape[1] >= INPUTS and not is_better_kept(weight)
+    if is_slower and torch.backends.cpu.get_cpu_capability() == "AVX2" and not force:
+        return "one token at a time would take longer on one thread without AVX-512 (force=True packs)"
     return why_not_here(weight.dtype, force)
 
 
@@ -254,9 +271,7 @@ def _is_known(owner: Any, name: str) -> bool:
 def why_not_here(dtype: torch.dtype, force: bool = False) -> str | None:
     """Say why this processor gains nothing from packed weights of ``dtype``, or return ``None`` if it gains.
 
-    That is decided by what the processor can do, and by the number of threads. Nothing is measured, so that every run
-    decides alike. With AVX2 alone, float32 forwards of one token took 1.0 to 1.6 of the plain time on one thread. On
-    two threads they took 1.0 to 1.1 of it, and those of 2 to 64 tokens 0.4 to 0.75 (docs/packing.md).
+    That is decided by what the processor can do. Nothing is measured, so that every run decides alike.
     """
     onednn, ops = torch.backends.mkldnn, torch.ops.mkldnn
     if not (onednn.is_available() and onednn.enabled):
@@ -267,13 +282,6 @@ def why_not_here(dtype: torch.dtype, force: bool = False) -> str | None:
     if dtype in HALF and not getattr(ops, HALF[dtype])():
         return f"oneDNN multiplies no {name} on this processor"
     capability = torch.backends.cpu.get_cpu_capability()
-    if force or "AVX512" in capability:
+    if force or capability == "AVX2" or "AVX512" in capability:
         return None
-    if capability != "AVX2":
-        return "packed weights were not measured on this kind of processor (force=True packs)"
-    if torch.get_num_threads() == 1:
-        return (
-            "this processor has no AVX-512, without which one token at a time takes longer on one thread "
-            "(force=True packs)"
-        )
-    return None
+    return "packed weights were not measured on this kind of processor (force=True packs)"

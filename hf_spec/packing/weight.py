@@ -1,4 +1,4 @@
-"""A parameter whose values are in oneDNN's layout, and which turns into a plain one for all but two operations."""
+"""A parameter whose values are oneDNN's to read, and which turns into a plain one for all but two operations."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch.utils import _pytree
 from transformers.utils import logging
 
 from .graphs import compiling, packed_product, product
-from .layout import RowReader
+from .kept import kept_product
 
 logger = logging.get_logger(__name__)
 
@@ -32,6 +32,7 @@ STORAGE = "_hf_spec_storage"  # the attribute of a plain parameter that was pack
 # on an AMD EPYC with AVX-512, and not with AVX2.
 BIG, FEWEST = 3 << 20, 4 if "AVX512" in torch.backends.cpu.get_cpu_capability() else 1
 Owners = list[tuple[Any, str]]  # modules, each with the name of its parameter
+Rows = Callable[[Tensor], Tensor]  # returns the rows of some ids, as an embedding does
 Made = TypeVar("Made")
 _PLAIN_TYPES = (Tensor, nn.Parameter)
 _OWN_ATTRIBUTES = ("_storage", "_is_detached", "_is_param", STORAGE)
@@ -58,25 +59,29 @@ _ASKING = frozenset(
 class Storage:
     """The values of a weight: ``packed`` in oneDNN's layout, or else ``plain``.
 
+    ``kept_for`` is 0, or the number of threads for which packed values have torch's layout, see kept.py.
+    ``rows`` reads rows of packed values.
     ``weight`` is the parameter that stands for them, and ``owners`` are those that hold it, each with its name there.
     ``attributes`` are those that the plain parameter had. ``contexts`` counts the contexts that need them packed.
     """
 
     def __init__(self, plain: nn.Parameter | None = None) -> None:
         self.packed: Tensor | None = None
+        self.kept_for = 0
         self.plain = plain
-        self.rows: RowReader | None = None
+        self.rows: Rows | None = None
         self.weight: weakref.ref[PackedWeight] | None = None
         self.owners: list[tuple[weakref.ref[Any], str]] = []
         self.attributes: dict[str, Any] = {}
         self.contexts = 0
 
     def pack(
-        self, packed: Tensor, rows: RowReader | None, weight: PackedWeight, owners: Owners, plain: nn.Parameter
+        self, packed: Tensor, rows: Rows | None, weight: PackedWeight, owners: Owners, plain: nn.Parameter
     ) -> None:
         """Take the values from ``packed`` from now on; ``plain`` is let go, and ``weight`` gets its attributes."""
         self.attributes = {name: value for name, value in vars(plain).items() if name != STORAGE}
         vars(weight).update(self.attributes)
+        self.kept_for = torch.get_num_threads() if packed.layout is torch.strided else 0
         self.rows, self.packed, self.plain = rows, packed, None
         self.weight, self.owners = weakref.ref(weight), [(weakref.ref(owner), name) for owner, name in owners]
 
@@ -103,7 +108,7 @@ class Storage:
         """Return a copy of the values in torch's own layout; the weight stays as it is."""
         packed, plain = self.packed, self.plain  # in this order: another thread may be unpacking
         if packed is not None:
-            return _without_modes(packed.to_dense)
+            return _without_modes(packed.clone if self.kept_for else packed.to_dense)
         kept = (self.unpack() if plain is None else plain).detach()
         return _without_modes(kept.clone)
 
@@ -123,7 +128,7 @@ class Storage:
 
 
 class PackedWeight(Tensor):
-    """A parameter (outputs, inputs) in oneDNN's layout, which multiplies and is looked up in as it is.
+    """A parameter (outputs, inputs) that oneDNN multiplies by, and that is looked up in, as it is.
 
     Anything else that is done with it, such as a view, a change, a gradient or a move, makes its module's parameter
     plain first. References to this object then act on the plain one, and those to a detached one on its values.
@@ -150,10 +155,10 @@ class PackedWeight(Tensor):
         if torch.compiler.is_dynamo_compiling():
             return _traced(func, args, kwargs or {})
         if func is functional.linear and len(args) > 1 and not kwargs and type(weight := args[1]) is cls:
-            packed = weight._storage.packed
+            packed, kept_for = weight._storage.packed, weight._storage.kept_for
             bias = args[2] if len(args) > 2 else None
             if packed is not None and _multiplies(args[0], packed.dtype, bias, weight):
-                return _product(args[0], packed, bias, product)
+                return _product(args[0], packed, bias, product, kept_for)
         elif func is functional.embedding and len(args) > 1 and type(weight := args[1]) is cls:
             if _looks_up(args[0], args[2:], kwargs or {}) and not _is_recorded(weight):
                 return weight._storage.rows_of(args[0])
@@ -219,10 +224,11 @@ class PackedWeight(Tensor):
 def _traced(func: Any, args: Any, kwargs: Any) -> Any:
     """Say what a graph does for ``func``: torch.compile runs this function symbolically."""
     if func is functional.linear and len(args) > 1 and not kwargs and isinstance(args[1], PackedWeight):
-        packed, bias = args[1]._storage.packed, args[2] if len(args) > 2 else None
+        storage, bias = args[1]._storage, args[2] if len(args) > 2 else None
+        packed = storage.packed
         is_plain = not torch.is_grad_enabled() and not torch.is_autocast_enabled("cpu")
         if is_plain and packed is not None and packed.dtype == args[0].dtype:
-            return _product(args[0], packed, bias, packed_product)
+            return _product(args[0], packed, bias, packed_product, storage.kept_for)
     elif func is functional.embedding and len(args) > 1 and isinstance(args[1], PackedWeight):
         rows = args[1]._storage.rows
         if rows is not None and not torch.is_grad_enabled() and _looks_up(args[0], args[2:], kwargs):
@@ -230,13 +236,17 @@ def _traced(func: Any, args: Any, kwargs: Any) -> Any:
     raise RuntimeError(NOT_TRACED)
 
 
-def _product(states: Tensor, packed: Tensor, bias: Tensor | None, multiply: Callable[..., Tensor]) -> Tensor:
+def _product(
+    states: Tensor, packed: Tensor, bias: Tensor | None, multiply: Callable[..., Tensor], kept_for: int
+) -> Tensor:
     """Multiply ``states``, (..., inputs), by the transpose of ``packed``, (outputs, inputs), and add ``bias``."""
     outputs, inputs = packed.shape
     if states.shape[-1:] != (inputs,):  # oneDNN's error says nothing
         raise RuntimeError(f"a weight of shape {(outputs, inputs)} cannot multiply states of {tuple(states.shape)}")
     if (rows := states.numel() // inputs) == 0:
         return states.new_empty(*states.shape[:-1], outputs)
+    if kept_for:
+        return kept_product(states, packed, bias, multiply, kept_for)
     if rows < FEWEST and outputs * inputs * packed.itemsize >= BIG:
         several = states.expand(-(-FEWEST // rows), *states.shape)
         return multiply(several, packed, bias)[0]

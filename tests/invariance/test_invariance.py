@@ -23,6 +23,7 @@ from hf_spec import SpeculationConfig
 from hf_spec.invariance import attention, columns, mode, rows
 from hf_spec.invariance.attention import attend_part
 from hf_spec.invariance.rows import SIZES, agreeing_sizes, cancelling, in_sizes, with_float32
+from hf_spec.packing import packing
 from hf_spec.scoring import selfcheck
 from hf_spec.scoring.prompts import Prompt
 
@@ -140,11 +141,15 @@ def test_so_it_is_with_two_threads(dtype: torch.dtype, two_threads: None) -> Non
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_so_it_is_with_packed_weights_and_one_plain_one_among_them(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("is_kept", [False, True], ids=["in blocks", "kept"])
+def test_so_it_is_with_packed_weights_and_one_plain_one_among_them(
+    dtype: torch.dtype, is_kept: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packing, "is_better_kept", lambda weight: is_kept and weight.dtype is torch.float32)
     model = target(dtype=dtype, num_hidden_layers=2, hidden_size=256, intermediate_size=512, vocab_size=512)
-    with hf_spec.packed(model, force=True) as packing:
-        if not packing.packed:
-            pytest.skip(str(packing))
+    with hf_spec.packed(model, force=True) as report:
+        if not report.packed:
+            pytest.skip(str(report))
         hf_spec.unpack(model.model.layers[1].mlp.up_proj)
         with hf_spec.invariant(model) as invariance:
             compare(model, "tree", "three")

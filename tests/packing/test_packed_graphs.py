@@ -19,6 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import hf_spec
 from hf_spec import Eagle3SpeculatorConfig, SpeculationConfig
 from hf_spec.packing import graphs as packing_graphs
+from hf_spec.packing import packing
 from hf_spec.packing.graphs import packed_in_graphs, packed_product
 from hf_spec.packing.packing import _reordered, is_packed, why_not_here
 from hf_spec.packing.weight import BIG, NOT_TRACED
@@ -30,6 +31,14 @@ pytestmark = pytest.mark.skipif(
 )
 IDS = torch.arange(3, 35).view(2, 16)
 WAYS = ("plain", "n-grams", "draft model", "draft model, trees", "EAGLE-3")
+
+
+@pytest.fixture
+def layout(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Take oneDNN's layout, or torch's own where the parameter has "kept", whatever this processor would take."""
+    is_kept = "kept" in request.param
+    monkeypatch.setattr(packing, "is_better_kept", lambda weight: is_kept and weight.dtype is torch.float32)
+    return str(request.param)
 
 
 def make(layers: int = 2, seed: int = 0, dtype: torch.dtype = torch.float32, **overrides: Any) -> Any:
@@ -78,10 +87,11 @@ def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return lines
 
 
-@pytest.mark.parametrize("is_tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("layout", ["tied", "untied", "tied, kept"], indirect=True)
 @pytest.mark.parametrize("way", WAYS)
-def test_a_compiled_text_is_the_eager_one(way: str, is_tied: bool, told: list[str]) -> None:
-    model = make(tie_word_embeddings=is_tied)
+def test_a_compiled_text_is_the_eager_one(way: str, layout: str, told: list[str]) -> None:
+    model = make(tie_word_embeddings=layout != "untied")
+    assert (model.lm_head.weight._storage.kept_for > 0) == ("kept" in layout)
     speculator = speculating(way, model)
     expected = text(model).sequences
     for call in range(2):
@@ -181,8 +191,11 @@ def test_what_no_graph_can_hold_is_plain_or_refused() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("rows", [(0,), (1,), (2, 1), (9,)], ids=str)
-def test_the_product_in_graphs_has_the_bits_of_the_eager_one(dtype: torch.dtype, rows: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("rows", [(0,), (1,), (2, 1), (3,), (9,)], ids=str)
+@pytest.mark.parametrize("layout", ["in blocks", "kept"], indirect=True)
+def test_the_product_in_graphs_has_the_bits_of_the_eager_one(
+    dtype: torch.dtype, rows: tuple[int, ...], layout: str
+) -> None:
     torch.manual_seed(0)
     if reason := why_not_here(dtype, force=True):
         pytest.skip(reason)
@@ -207,7 +220,10 @@ def test_a_product_without_values_has_its_shape() -> None:
 @with_a_cpp_compiler
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("cpp_wrapper", [False, True])
-def test_inductor_calls_the_product_itself(cpp_wrapper: bool, dtype: torch.dtype, told: list[str]) -> None:
+@pytest.mark.parametrize("layout", ["in blocks", "kept"], indirect=True)
+def test_inductor_calls_the_product_itself(
+    layout: str, cpp_wrapper: bool, dtype: torch.dtype, told: list[str]
+) -> None:
     if reason := why_not_here(dtype, force=True):
         pytest.skip(reason)
     torch._dynamo.reset()

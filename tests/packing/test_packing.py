@@ -26,7 +26,9 @@ from torch.nn.utils import prune
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import hf_spec
-from hf_spec.packing.layout import memory_of, row_reader, same_bits
+from hf_spec.packing import packing
+from hf_spec.packing.kept import is_better_kept
+from hf_spec.packing.layout import RowReader, memory_of, row_reader, same_bits
 from hf_spec.packing.packing import _reordered, is_packed, why_not_here
 from hf_spec.packing.weight import BIG, PackedWeight, values_of
 from hf_spec.scoring.changes import way_of_forward
@@ -37,6 +39,14 @@ pytestmark = pytest.mark.skipif(
 IDS = torch.arange(3, 35).view(2, 16)
 SHAPE = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 4}
 LARGE = 15  # weights of the model: embeddings and head, tied, and seven in each of two layers
+
+
+@pytest.fixture(params=["in blocks", "kept"], autouse=True)
+def layout(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Run each test with oneDNN's layout, and with torch's own, whatever this processor would take."""
+    if (is_kept := request.param == "kept") or request.param == "in blocks":
+        monkeypatch.setattr(packing, "is_better_kept", lambda weight: is_kept and weight.dtype is torch.float32)
+    return str(request.param)
 
 
 def make(dtype: torch.dtype = torch.float32, **overrides: Any) -> Any:
@@ -96,6 +106,7 @@ def test_a_product_with_another_weight_is_found(packed: Any) -> None:
     assert not close(logits(packed), logits(make()))
 
 
+@pytest.mark.parametrize("layout", ["in blocks"], indirect=True)
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_few_rows_have_the_bits_of_several(dtype: torch.dtype, bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,6 +134,32 @@ def test_few_rows_have_the_bits_of_several(dtype: torch.dtype, bias: bool, monke
     assert is_packed(layer)
     assert all(torch.equal(found, part) and found.is_contiguous() for found, part in rows.values()), rows
     assert torch.allclose(several, wanted[:4], rtol=1e-2 if dtype != torch.float32 else 1e-4, atol=1e-2)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("layout", ["kept"], indirect=True)
+def test_each_number_of_rows_is_right(threads: int, bias: bool) -> None:
+    """A weight in torch's layout is multiplied in three ways."""
+    layer = nn.Linear(200, 600, bias=bias)
+    values, address = layer.weight.detach().double(), layer.weight.data_ptr()
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        with torch.no_grad():
+            hf_spec.pack(layer)
+            for shape in ((0,), (1,), (1, 1), (2,), (1, 3), (3, 1), (2, 2), (5,), (3, 17)):
+                states = torch.randn(*shape, 200)
+                for given in (states, states.repeat_interleave(2, -1)[..., ::2]):
+                    found = layer(given)
+                    wanted = states.double() @ values.T + (layer.bias.double() if bias else 0)
+                    assert found.shape == wanted.shape and found.is_contiguous()
+                    assert torch.allclose(found.double(), wanted, rtol=1e-4, atol=1e-5), shape
+            with pytest.raises(RuntimeError, match=r"\(600, 200\) cannot multiply states of \(2, 199\)"):
+                layer(torch.randn(2, 199))
+    finally:
+        torch.set_num_threads(before)
+    assert is_packed(layer) and layer.weight._storage.packed.data_ptr() == address  # no copy was made
 
 
 def test_nothing_is_packed_unasked(model: Any) -> None:
@@ -182,11 +219,13 @@ def test_the_plain_weights_are_let_go(model: Any) -> None:
     report = hf_spec.pack(model, force=True)
     assert [one() for one in old] == [None] * LARGE
     storages = {id(one._storage): one._storage for one in model.parameters() if isinstance(one, PackedWeight)}
-    taken = sum(torch.ops.mkldnn._nbytes(one.packed) for one in storages.values())
+    taken = sum(
+        one.packed.nbytes if one.kept_for else torch.ops.mkldnn._nbytes(one.packed) for one in storages.values()
+    )
     tables = sum(
         reader._row_starts.nbytes + reader._column_offsets.nbytes
         for one in storages.values()
-        if (reader := one.rows) is not None
+        if isinstance(reader := one.rows, RowReader)
     )
     others = sum(one.nbytes for one in model.parameters() if not isinstance(one, PackedWeight))
     assert taken + tables + others <= 1.05 * size and report.bytes <= taken
@@ -238,6 +277,7 @@ def test_rows_are_read_from_the_packed_layout(shape: tuple[int, int]) -> None:
     assert len(memory_of(packed)) >= weight.numel()
 
 
+@pytest.mark.parametrize("layout", ["in blocks"], indirect=True)
 def test_a_layout_that_is_not_understood_stays_plain(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hf_spec.packing.packing.row_reader", lambda *_: None)
     report = hf_spec.pack(model, force=True)
@@ -287,6 +327,7 @@ def test_weights_that_others_hold_stay_plain(model: Any) -> None:
     assert close(logits(model), logits(changed))
 
 
+@pytest.mark.parametrize("layout", ["in blocks"], indirect=True)
 def test_each_weight_that_is_left_is_named_with_the_reason() -> None:
     layer = nn.Linear(256, 512)
     cases: dict[str, nn.Module] = {
@@ -313,23 +354,46 @@ def test_without_onednn_nothing_is_packed(model: Any) -> None:
     assert not is_packed(model)
 
 
+SLOWER = "one token at a time would take longer on one thread without AVX-512"
+
+
+@pytest.mark.parametrize("layout", ["as this processor takes it"], indirect=True)
 @pytest.mark.parametrize(
-    ("capability", "threads", "reason"),
+    ("capability", "threads", "shape", "is_kept", "reason"),
     [
-        ("AVX512", 1, None),
-        ("AVX2", 2, None),
-        ("AVX2", 1, "no AVX-512, without which one token at a time takes longer on one thread"),
-        ("DEFAULT", 2, "not measured on this kind of processor"),
+        ("AVX512", 1, (1024, 2048), False, None),
+        ("AVX2", 1, (1024, 2048), True, None),
+        ("AVX2", 2, (1024, 2048), True, None),
+        ("AVX2", 2, (1024, 2047), False, None),  # not large enough
+        ("AVX2", 1, (1024, 2047), False, SLOWER),
+        ("AVX2", 1, (1008, 4096), False, None),
+        ("DEFAULT", 2, (1024, 2048), False, "not measured on this kind of processor"),
     ],
 )
-def test_only_processors_that_gain_pack_unforced(
-    model: Any, capability: str, threads: int, reason: str | None, monkeypatch: pytest.MonkeyPatch
+def test_the_processor_and_the_shape_decide(
+    capability: str,
+    threads: int,
+    shape: tuple[int, int],
+    is_kept: bool,
+    reason: str | None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
-    report = hf_spec.pack(model)
-    assert is_packed(model) == (reason is None) and (reason or "are packed") in str(report)
-    assert hf_spec.pack(model, force=True).packed
+    layer = nn.Linear(*shape)
+    for force in (False, True):
+        report = hf_spec.pack(layer, force=force)
+        is_left = reason is not None and not force
+        assert is_packed(layer) is not is_left and (str(reason) if is_left else "are packed") in str(report)
+    assert layer.weight._storage.kept_for == is_kept * threads
+
+
+@pytest.mark.parametrize("layout", ["as this processor takes it"], indirect=True)
+def test_half_precision_and_turned_weights_go_into_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
+    weight = torch.empty(2048, 1024)
+    assert is_better_kept(weight) and not is_better_kept(weight.double()) and not is_better_kept(weight.t())
+    assert not is_better_kept(torch.empty(8192, 1024, dtype=torch.bfloat16))
 
 
 def test_quantized_layers_are_left_alone() -> None:
