@@ -449,7 +449,7 @@ def measure_all(args: argparse.Namespace) -> None:
             }  # where they lie is nobody's business
             settings = {"new_tokens": args.new_tokens, "draft": drafts, "tokens": args.num_speculative_tokens}
             settings |= {"model": Path(model).name, "prompts_in_all": args.number}
-            made_from = vars(cell) | here | settings | {"title": cell.title}
+            made_from = here | vars(cell) | settings | {"title": cell.title}  # a cell has cores of its own
             log = Log(args.out / f"{cell.name}.json", made_from)
             logs += [(log, args.prompts_of[kind], batch)] if len(log.turns) < args.turns else []
         if not logs:
@@ -541,18 +541,21 @@ def table(content: dict[str, Any]) -> str:
 
 
 def summary(contents: Sequence[dict[str, Any]], with_parts: bool = True) -> str:
-    """Write raw files as one table: a row for each method, a column for each dtype and batch size.
+    """Write raw files as one table: a row for each method, a column for each dtype, number of cores and batch size.
 
     A cell is tokens per second, how many times plain under the same conditions that is, and seconds of the parts.
     """
     found = {}
     for content in contents:
         made = content["made_from"]
-        found[made["dtype"], made["batch"]] = {row["title"]: row for row in rows_of(content)}
+        found[made["dtype"], made["cores"], made["batch"]] = {row["title"]: row for row in rows_of(content)}
     columns = sorted(found)
     titles = sorted({title for rows in found.values() for title in rows}, key=order)
-    one_dtype = len({dtype for dtype, _ in columns}) == 1
-    heads = [f"{batch} at once" if one_dtype else f"{dtype}, {batch} at once" for dtype, batch in columns]
+    several = [len(set(values)) > 1 for values in zip(*columns, strict=True)]
+    heads = []
+    for dtype, cores, batch in columns:
+        parts = [dtype] * several[0] + [f"{cores} core{'s' * (cores > 1)}"] * several[1]
+        heads.append(", ".join([*parts, f"{batch} at once"]))
     lines = [f"| | {' | '.join(heads)} |", f"|{'---|' * (len(heads) + 1)}"]
     for title in titles:
         cells = (cell_of(found[column].get(title), with_parts) for column in columns)

@@ -225,6 +225,13 @@ TABLES = {
     ),
     "next-to-engines": engines_folder(next_to_engines),
     "next-to-engines-short": engines_folder(next_to_engines_short),
+    "next-to-engines-1b": Table(
+        next_to_engines,
+        "engine_speed.py --out results/next-to-engines-1b --model 1.1b --dtype float32 --cores 1 2 --batch 1 "
+        "--prompts short --number 4 --new-tokens 24 --vllm VLLM/bin/python "
+        "--only '^(plain: plain|packed: plain|packed: hf_spec, n-grams|vLLM: plain)$'",
+        RESULTS / "next-to-engines-1b",
+    ),
     "defaults": default_file("defaults", "--rounds 7"),
     "defaults-processors": default_file("defaults-processors", "--rounds 5 --processors"),
     "defaults-packed": default_file("defaults-packed", "--rounds 5 --packed --cores 2"),

@@ -185,7 +185,8 @@ def test_files_of_engines_become_one_table(tables: dict[str, Any], tmp_path: Pat
         if (dtype, batch) == ("float32", 1):
             turn["llama.cpp: lookup"] |= {"seconds": 4.0, "target": None}
         errors = {"vLLM: plain": "no memory"} if batch == 1 else {}
-        made = MADE | {"dtype": dtype, "batch": batch} | ({"commit": "f" * 40} if dtype == "bfloat16" else {})
+        made = MADE | {"dtype": dtype, "cores": 1, "batch": batch}
+        made |= {"commit": "f" * 40, "cores": 2} if dtype == "bfloat16" else {}
         content = {"made_from": made, "errors": errors, "turns": [turn]}
         (tmp_path / f"cell-{dtype}-batch{batch}.json").write_text(json.dumps(content), encoding="utf-8")
     before = tables["TABLES"]["next-to-engines"]
@@ -195,7 +196,7 @@ def test_files_of_engines_become_one_table(tables: dict[str, Any], tmp_path: Pat
     finally:
         tables["TABLES"]["next-to-engines"] = before
     assert [line for line in page.splitlines() if line.startswith("|")] == [
-        "| | bfloat16, 1 at once | float32, 1 at once | float32, 8 at once |",
+        "| | bfloat16, 2 cores, 1 at once | float32, 1 core, 1 at once | float32, 1 core, 8 at once |",
         "|---|---|---|---|",
         f"| transformers, plain |{' 2.0 (1.00), 1.5 + 0.2 + 0.2 s |' * 3}",
         "| llama.cpp, plain | - | 2.0 (1.00), 1.5 + 0.2 + 0.2 s | - |",

@@ -60,6 +60,13 @@ class Situation:
         """Tell whether the target has packed weights."""
         return PackedWeight in map(type, weights_of(self.target))
 
+    @functools.cached_property
+    def is_in_blocks(self) -> bool:
+        """Tell whether the target has packed weights, and all of them have oneDNN's layout."""
+        return self.is_packed and not any(
+            isinstance(one, PackedWeight) and one._storage.kept_for for one in weights_of(self.target)
+        )
+
 
 def draft_length_policy(
     config: SpeculationConfig, asked: SpeculationConfig | None, situation: Situation, ranks: ModelParallelGroup
@@ -195,7 +202,7 @@ def _shape_cost(config: SpeculationConfig, situation: Situation) -> ShapeCost:
         functools.partial(_nodes, config),
         situation.device.type != "cpu",
         situation.target.dtype in HALF,
-        situation.is_packed,
+        situation.is_in_blocks,
         scored_vocabulary(situation.target) if situation.samples and situation.device.type == "cpu" else 0,
     )
 

@@ -16,8 +16,8 @@ from .base import MAX_LENGTH, DraftSource
 
 SAMPLES = 32  # latest steps of each length, whose median counts: other programs disturb for less long
 LAYER = 500_000, 50_000_000  # parameters read in the time that a layer's operators take: on a CPU, an accelerator
-# Extra time of a CPU's float32 forward of several tokens, as a share of one (docs/performance.md). With packed weights
-# there is none (docs/packing.md).
+# Extra time of a CPU's float32 forward of several tokens, as a share of one (docs/performance.md). With weights packed
+# into blocks there is none (docs/packing.md).
 SECOND_TOKEN = 0.4
 NEXT_TOKEN = 0.05, 0.0025  # extra time of each further token, as a share of one: on a CPU, an accelerator
 # What is outside of the forwards, in layers: counted in operators and instructions of Python, with equal weight
@@ -135,13 +135,13 @@ class ModelShape:
     parameters: int
 
     def seconds(
-        self, tokens: int, is_accelerator: bool, is_half: bool, is_packed: bool = False, are_unequal: bool = False
+        self, tokens: int, is_accelerator: bool, is_half: bool, is_in_blocks: bool = False, are_unequal: bool = False
     ) -> float:
         """Return the time of a forward of ``tokens`` tokens, in parameters that are read in that time.
 
-        ``is_packed``: weights are packed. ``are_unequal``: these are rows of unequal lengths.
+        ``is_in_blocks``: weights are packed into blocks. ``are_unequal``: these are rows of unequal lengths.
         """
-        second = 0.0 if is_half or is_accelerator or is_packed or tokens == 1 else SECOND_TOKEN
+        second = 0.0 if is_half or is_accelerator or is_in_blocks or tokens == 1 else SECOND_TOKEN
         share = 1 + second + NEXT_TOKEN[is_accelerator] * (tokens - 1) / (2 if is_half else 1)
         layers = self.layers * (1 + UNEQUAL) if are_unequal else self.layers
         return layers * LAYER[is_accelerator] + self.parameters * share
@@ -171,11 +171,11 @@ class ShapeCost(StepCost):
         nodes: Callable[[int], int],
         is_accelerator: bool,
         is_half: bool,
-        is_packed: bool = False,
+        is_in_blocks: bool = False,
         scores: int = 0,
     ) -> None:
         self._target, self._draft, self._nodes = target, draft, nodes
-        self._machine, self._sampling = (is_accelerator, is_half, is_packed), SCORE * scores
+        self._machine, self._sampling = (is_accelerator, is_half, is_in_blocks), SCORE * scores
         self._curves: dict[tuple[int, DraftSource], list[float]] = {}
 
     def plain(self, batch_size: int) -> float:

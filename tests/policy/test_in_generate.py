@@ -22,6 +22,7 @@ from hf_spec import DraftContext, HybridSpeculator, NgramSpeculator, Speculation
 from hf_spec.decode import draft_length
 from hf_spec.decode.draft_length import Situation, draft_length_policy, most_nodes
 from hf_spec.drafts.trees import grow
+from hf_spec.packing import packing
 from hf_spec.parallel import ModelParallelGroup
 from hf_spec.policy.acceptance import AcceptanceEstimator
 from hf_spec.policy.adaptive import AdaptiveLength
@@ -161,6 +162,25 @@ def test_another_forward_has_a_profile_of_its_own() -> None:
         torch.set_num_threads(threads - 1)
     assert len({id(one.cost) for one in (plain, packed, exact, others)}) == 4
     assert policy_of("ngram", model=model).cost is plain.cost
+
+
+def test_with_a_seed_a_second_token_costs_nothing_more_in_blocks_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build("llama", num_hidden_layers=1, intermediate_size=4096)
+    torch.manual_seed(5)
+
+    def second_token() -> float:
+        cost = policy_of("ngram", model=model, samples=True).cost
+        assert isinstance(cost, ShapeCost)
+        return cost.curve(1, DraftSource.NGRAM)[1]
+
+    found = {"plain": second_token()}
+    for name in ("kept", "in blocks"):
+        monkeypatch.setattr(packing, "is_better_kept", lambda weight, name=name: name == "kept")
+        with hf_spec.packed(model, force=True) as report:
+            assert report.packed or report.left
+            found[name] = second_token()
+    assert found["kept"] == found["plain"]
+    assert found["in blocks"] < found["plain"] or not report.packed
 
 
 def test_confidence_ends_chains_in_half_precision_alone_and_where_no_threshold_does() -> None:
