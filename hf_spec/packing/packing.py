@@ -255,10 +255,12 @@ def _why_not(found: _Found, force: bool) -> str | None:
         return "it has hooks on its gradient"
     if others:
         return f"{type(others[0]).__name__} uses it otherwise than as a linear layer or an embedding"
+    if (reason := why_not_here(weight.dtype, force)) is not None:
+        return reason
     is_slower = torch.get_num_threads() == 1 and weight.shape[1] >= INPUTS and not is_better_kept(weight)
     if is_slower and torch.backends.cpu.get_cpu_capability() == "AVX2" and not force:
         return "one token at a time would take longer on one thread without AVX-512 (force=True packs)"
-    return why_not_here(weight.dtype, force)
+    return None
 
 
 def _is_known(owner: Any, name: str) -> bool:

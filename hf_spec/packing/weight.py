@@ -81,6 +81,7 @@ class Storage:
         """Take the values from ``packed`` from now on; ``plain`` is let go, and ``weight`` gets its attributes."""
         self.attributes = {name: value for name, value in vars(plain).items() if name != STORAGE}
         vars(weight).update(self.attributes)
+        # asked here and not in each product: torch.compile cannot trace the question
         self.kept_for = torch.get_num_threads() if packed.layout is torch.strided else 0
         self.rows, self.packed, self.plain = rows, packed, None
         self.weight, self.owners = weakref.ref(weight), [(weakref.ref(owner), name) for owner, name in owners]

@@ -147,7 +147,7 @@ def test_each_number_of_rows_is_right(threads: int, bias: bool) -> None:
     torch.set_num_threads(threads)
     try:
         with torch.no_grad():
-            hf_spec.pack(layer)
+            hf_spec.pack(layer, force=True)
             for shape in ((0,), (1,), (1, 1), (2,), (1, 3), (3, 1), (2, 2), (5,), (3, 17)):
                 states = torch.randn(*shape, 200)
                 for given in (states, states.repeat_interleave(2, -1)[..., ::2]):
@@ -386,6 +386,16 @@ def test_the_processor_and_the_shape_decide(
         is_left = reason is not None and not force
         assert is_packed(layer) is not is_left and (str(reason) if is_left else "are packed") in str(report)
     assert layer.weight._storage.kept_for == is_kept * threads
+
+
+@pytest.mark.parametrize("layout", ["as this processor takes it"], indirect=True)
+def test_force_is_not_named_where_it_does_not_help(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    layer = nn.Linear(1024, 2047)
+    with torch.backends.mkldnn.flags(enabled=False):
+        assert "switched off" in str(hf_spec.pack(layer))
+    assert SLOWER in str(hf_spec.pack(layer))
 
 
 @pytest.mark.parametrize("layout", ["as this processor takes it"], indirect=True)
