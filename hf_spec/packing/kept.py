@@ -1,4 +1,4 @@
-"""Products with large weights that keep torch's layout, for processors with AVX2 alone."""
+"""Products with weights that keep torch's layout, for processors with AVX2 alone."""
 
 from __future__ import annotations
 
@@ -8,10 +8,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-# With so many inputs and bytes, one token took 0.6 to 0.8 of the time that oneDNN's blocks take, and several tokens
-# 1.0 to 1.2 of it. Shorter rows and smaller weights are better in blocks. Measured on an AMD EPYC of Zen 3.
+# Measured on an AMD EPYC of Zen 3, with one and two threads. One token took 0.5 to 0.9 of the time that
+# it takes with oneDNN's blocks, and several tokens 0.7 to 1.2. Large weights with few inputs, such as the output layer
+# of a small model, gained 0.1 for one token and lost 0.2 for several.
 INPUTS, BYTES = 1024, 8 << 20
 FEW = 4  # rows up to which torch's product the other way round is the fastest; it takes as long for three as for four
+MANY = 64  # rows up to which parts are the fastest; with 256 they took up to 1.6 times as long as oneDNN's product
+WIDEST, NARROWEST = 256, 48  # outputs of a part
 
 
 def is_better_kept(weight: Tensor) -> bool:
@@ -20,26 +23,39 @@ def is_better_kept(weight: Tensor) -> bool:
         torch.backends.cpu.get_cpu_capability() == "AVX2"
         and weight.dtype is torch.float32
         and weight.is_contiguous()
-        and weight.shape[1] >= INPUTS
-        and weight.nbytes >= BYTES
+        and (weight.shape[1] >= INPUTS or weight.nbytes <= BYTES)
     )
 
 
+def number_of_parts(outputs: int, threads: int) -> int:
+    """Return into how many parts of equal size ``outputs`` are divided for ``threads``; 0 if they cannot be."""
+    widest = min(WIDEST, max(NARROWEST, outputs // (2 * threads)))
+    return next((outputs // width for width in range(widest, NARROWEST - 1, -1) if outputs % width == 0), 0)
+
+
 def kept_product(
-    states: Tensor, weight: Tensor, bias: Tensor | None, multiply: Callable[..., Tensor], threads: int
+    states: Tensor, weight: Tensor, bias: Tensor | None, multiply: Callable[..., Tensor], threads: int, parts: int
 ) -> Tensor:
     """Multiply ``states`` (..., inputs) by the transpose of ``weight`` (outputs, inputs), and add ``bias``.
 
-    ``multiply`` is oneDNN's product, which reads such a weight as it is. With one row it is faster than torch's if
-    there are several ``threads``, since torch's uses one.
+    torch multiplies the ``parts`` of a weight as a batch, and several ``threads`` share its members. A product of one
+    row runs on one thread otherwise. ``multiply`` is oneDNN's product, which reads such a weight as it is.
     """
-    rows = states.numel() // weight.shape[1]
+    outputs, inputs = weight.shape
+    rows = states.numel() // inputs
+    is_few = 1 < rows <= FEW
     if rows == 1 and threads == 1:
         return functional.linear(states, weight, bias)
-    if not 1 < rows <= FEW:
+    if rows > MANY or not (parts or is_few):
         return multiply(states, weight, bias)
-    flat = states.reshape(rows, -1)  # (rows, inputs)
-    if rows == FEW - 1:
-        flat = torch.cat([flat, flat[:1]])
-    found = torch.mm(weight, flat.t()).t()[:rows].contiguous().view(*states.shape[:-1], -1)
+    flat = states.reshape(rows, inputs)
+    if is_few:
+        flat = torch.cat([flat, flat[:1]]) if rows == FEW - 1 else flat
+        found = torch.mm(weight, flat.t()).t()[:rows].contiguous()
+    elif rows == 1 and inputs < INPUTS:
+        found = torch.bmm(weight.view(parts, -1, inputs), flat.t().expand(parts, inputs, 1))  # (parts, outputs, 1)
+    else:
+        found = torch.bmm(flat.expand(parts, rows, inputs), weight.view(parts, -1, inputs).transpose(1, 2))
+        found = found.transpose(0, 1).contiguous()  # (rows, parts, outputs)
+    found = found.view(*states.shape[:-1], outputs)
     return found if bias is None else found + bias

@@ -16,7 +16,7 @@ from torch._dynamo import OptimizedModule
 from torch.nn.functional import embedding
 
 from .attention import attend_together
-from .kept import INPUTS, is_better_kept
+from .kept import is_better_kept
 from .layout import row_reader
 from .weight import NOT_COMPILED, STORAGE, Owners, PackedWeight, Rows, Storage, lock, parameters_of
 
@@ -80,7 +80,7 @@ def pack(*models: Any, force: bool = False) -> Packing:
 
     ``models`` are a target and its drafts: modules, or speculators with or without weights. The plain weights are let
     go; ``unpack`` brings back the same bits. A weight is left plain, and named in the result, where packing cannot
-    help or would be unsafe. ``force``: pack also on processors where it gained nothing when measured.
+    help or would be unsafe. ``force``: pack also on processors where packing was not measured.
 
     Errors: a ValueError for a compiled model, and a TypeError for what is no model.
     """
@@ -255,12 +255,7 @@ def _why_not(found: _Found, force: bool) -> str | None:
         return "it has hooks on its gradient"
     if others:
         return f"{type(others[0]).__name__} uses it otherwise than as a linear layer or an embedding"
-    if (reason := why_not_here(weight.dtype, force)) is not None:
-        return reason
-    is_slower = torch.get_num_threads() == 1 and weight.shape[1] >= INPUTS and not is_better_kept(weight)
-    if is_slower and torch.backends.cpu.get_cpu_capability() == "AVX2" and not force:
-        return "one token at a time would take longer on one thread without AVX-512 (force=True packs)"
-    return None
+    return why_not_here(weight.dtype, force)
 
 
 def _is_known(owner: Any, name: str) -> bool:

@@ -17,7 +17,7 @@ from torch.utils import _pytree
 from transformers.utils import logging
 
 from .graphs import compiling, packed_product, product
-from .kept import kept_product
+from .kept import kept_product, number_of_parts
 
 logger = logging.get_logger(__name__)
 
@@ -59,7 +59,8 @@ _ASKING = frozenset(
 class Storage:
     """The values of a weight: ``packed`` in oneDNN's layout, or else ``plain``.
 
-    ``kept_for`` is 0, or the number of threads for which packed values have torch's layout, see kept.py.
+    ``kept_for`` is 0, or the number of threads for which packed values have torch's layout, and ``parts`` are those
+    of its products, see kept.py.
     ``rows`` reads rows of packed values.
     ``weight`` is the parameter that stands for them, and ``owners`` are those that hold it, each with its name there.
     ``attributes`` are those that the plain parameter had. ``contexts`` counts the contexts that need them packed.
@@ -67,7 +68,7 @@ class Storage:
 
     def __init__(self, plain: nn.Parameter | None = None) -> None:
         self.packed: Tensor | None = None
-        self.kept_for = 0
+        self.kept_for = self.parts = 0
         self.plain = plain
         self.rows: Rows | None = None
         self.weight: weakref.ref[PackedWeight] | None = None
@@ -83,6 +84,7 @@ class Storage:
         vars(weight).update(self.attributes)
         # asked here and not in each product: torch.compile cannot trace the question
         self.kept_for = torch.get_num_threads() if packed.layout is torch.strided else 0
+        self.parts = number_of_parts(len(packed), self.kept_for) if self.kept_for else 0
         self.rows, self.packed, self.plain = rows, packed, None
         self.weight, self.owners = weakref.ref(weight), [(weakref.ref(owner), name) for owner, name in owners]
 
@@ -156,10 +158,10 @@ class PackedWeight(Tensor):
         if torch.compiler.is_dynamo_compiling():
             return _traced(func, args, kwargs or {})
         if func is functional.linear and len(args) > 1 and not kwargs and type(weight := args[1]) is cls:
-            packed, kept_for = weight._storage.packed, weight._storage.kept_for
-            bias = args[2] if len(args) > 2 else None
+            storage, bias = weight._storage, args[2] if len(args) > 2 else None
+            packed, kept = storage.packed, (storage.kept_for, storage.parts)
             if packed is not None and _multiplies(args[0], packed.dtype, bias, weight):
-                return _product(args[0], packed, bias, product, kept_for)
+                return _product(args[0], packed, bias, product, *kept)
         elif func is functional.embedding and len(args) > 1 and type(weight := args[1]) is cls:
             if _looks_up(args[0], args[2:], kwargs or {}) and not _is_recorded(weight):
                 return weight._storage.rows_of(args[0])
@@ -229,7 +231,7 @@ def _traced(func: Any, args: Any, kwargs: Any) -> Any:
         packed = storage.packed
         is_plain = not torch.is_grad_enabled() and not torch.is_autocast_enabled("cpu")
         if is_plain and packed is not None and packed.dtype == args[0].dtype:
-            return _product(args[0], packed, bias, packed_product, storage.kept_for)
+            return _product(args[0], packed, bias, packed_product, storage.kept_for, storage.parts)
     elif func is functional.embedding and len(args) > 1 and isinstance(args[1], PackedWeight):
         rows = args[1]._storage.rows
         if rows is not None and not torch.is_grad_enabled() and _looks_up(args[0], args[2:], kwargs):
@@ -238,7 +240,7 @@ def _traced(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _product(
-    states: Tensor, packed: Tensor, bias: Tensor | None, multiply: Callable[..., Tensor], kept_for: int
+    states: Tensor, packed: Tensor, bias: Tensor | None, multiply: Callable[..., Tensor], kept_for: int, parts: int
 ) -> Tensor:
     """Multiply ``states``, (..., inputs), by the transpose of ``packed``, (outputs, inputs), and add ``bias``."""
     outputs, inputs = packed.shape
@@ -247,7 +249,7 @@ def _product(
     if (rows := states.numel() // inputs) == 0:
         return states.new_empty(*states.shape[:-1], outputs)
     if kept_for:
-        return kept_product(states, packed, bias, multiply, kept_for)
+        return kept_product(states, packed, bias, multiply, kept_for, parts)
     if rows < FEWEST and outputs * inputs * packed.itemsize >= BIG:
         several = states.expand(-(-FEWEST // rows), *states.shape)
         return multiply(several, packed, bias)[0]

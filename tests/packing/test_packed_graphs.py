@@ -191,7 +191,7 @@ def test_what_no_graph_can_hold_is_plain_or_refused() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("rows", [(0,), (1,), (2, 1), (3,), (9,)], ids=str)
+@pytest.mark.parametrize("rows", [(0,), (1,), (2, 1), (3,), (9,), (65,)], ids=str)
 @pytest.mark.parametrize("layout", ["in blocks", "kept"], indirect=True)
 def test_the_product_in_graphs_has_the_bits_of_the_eager_one(
     dtype: torch.dtype, rows: tuple[int, ...], layout: str

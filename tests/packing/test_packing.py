@@ -27,7 +27,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import hf_spec
 from hf_spec.packing import packing
-from hf_spec.packing.kept import is_better_kept
+from hf_spec.packing.kept import is_better_kept, number_of_parts
 from hf_spec.packing.layout import RowReader, memory_of, row_reader, same_bits
 from hf_spec.packing.packing import _reordered, is_packed, why_not_here
 from hf_spec.packing.weight import BIG, PackedWeight, values_of
@@ -138,24 +138,26 @@ def test_few_rows_have_the_bits_of_several(dtype: torch.dtype, bias: bool, monke
 
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("inputs", [200, 1040])
+@pytest.mark.parametrize("outputs", [600, 601], ids=["in parts", "whole"])
 @pytest.mark.parametrize("layout", ["kept"], indirect=True)
-def test_each_number_of_rows_is_right(threads: int, bias: bool) -> None:
-    """A weight in torch's layout is multiplied in three ways."""
-    layer = nn.Linear(200, 600, bias=bias)
+def test_each_number_of_rows_is_right(outputs: int, inputs: int, threads: int, bias: bool) -> None:
+    """A weight in torch's layout is multiplied in five ways."""
+    layer = nn.Linear(inputs, outputs, bias=bias)
     values, address = layer.weight.detach().double(), layer.weight.data_ptr()
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
         with torch.no_grad():
             hf_spec.pack(layer, force=True)
-            for shape in ((0,), (1,), (1, 1), (2,), (1, 3), (3, 1), (2, 2), (5,), (3, 17)):
-                states = torch.randn(*shape, 200)
+            for shape in ((0,), (1,), (1, 1), (2,), (1, 3), (3, 1), (2, 2), (5,), (3, 17), (64,), (5, 13)):
+                states = torch.randn(*shape, inputs)
                 for given in (states, states.repeat_interleave(2, -1)[..., ::2]):
                     found = layer(given)
                     wanted = states.double() @ values.T + (layer.bias.double() if bias else 0)
                     assert found.shape == wanted.shape and found.is_contiguous()
                     assert torch.allclose(found.double(), wanted, rtol=1e-4, atol=1e-5), shape
-            with pytest.raises(RuntimeError, match=r"\(600, 200\) cannot multiply states of \(2, 199\)"):
+            with pytest.raises(RuntimeError, match=rf"\({outputs}, {inputs}\) cannot multiply states of \(2, 199\)"):
                 layer(torch.randn(2, 199))
     finally:
         torch.set_num_threads(before)
@@ -354,19 +356,15 @@ def test_without_onednn_nothing_is_packed(model: Any) -> None:
     assert not is_packed(model)
 
 
-SLOWER = "one token at a time would take longer on one thread without AVX-512"
-
-
 @pytest.mark.parametrize("layout", ["as this processor takes it"], indirect=True)
 @pytest.mark.parametrize(
     ("capability", "threads", "shape", "is_kept", "reason"),
     [
         ("AVX512", 1, (1024, 2048), False, None),
-        ("AVX2", 1, (1024, 2048), True, None),
-        ("AVX2", 2, (1024, 2048), True, None),
-        ("AVX2", 2, (1024, 2047), False, None),  # not large enough
-        ("AVX2", 1, (1024, 2047), False, SLOWER),
-        ("AVX2", 1, (1008, 4096), False, None),
+        ("AVX2", 1, (1024, 4096), True, None),
+        ("AVX2", 2, (1024, 4096), True, None),
+        ("AVX2", 1, (1008, 1024), True, None),
+        ("AVX2", 2, (1008, 4096), False, None),  # large, with few inputs
         ("DEFAULT", 2, (1024, 2048), False, "not measured on this kind of processor"),
     ],
 )
@@ -388,14 +386,13 @@ def test_the_processor_and_the_shape_decide(
     assert layer.weight._storage.kept_for == is_kept * threads
 
 
-@pytest.mark.parametrize("layout", ["as this processor takes it"], indirect=True)
-def test_force_is_not_named_where_it_does_not_help(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
-    layer = nn.Linear(1024, 2047)
-    with torch.backends.mkldnn.flags(enabled=False):
-        assert "switched off" in str(hf_spec.pack(layer))
-    assert SLOWER in str(hf_spec.pack(layer))
+@pytest.mark.parametrize(
+    ("outputs", "threads", "parts"),
+    [(192, 1, 2), (192, 2, 4), (2048, 2, 8), (2016, 2, 8), (576, 16, 12), (151_936, 2, 1187), (601, 2, 0), (40, 2, 0)],
+)
+def test_a_weight_is_divided_into_equal_parts(outputs: int, threads: int, parts: int) -> None:
+    assert number_of_parts(outputs, threads) == parts
+    assert not parts or outputs % parts == 0
 
 
 @pytest.mark.parametrize("layout", ["as this processor takes it"], indirect=True)
