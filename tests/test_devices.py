@@ -224,6 +224,37 @@ def test_bits_of_a_row_in_the_invariant_mode(dtype: torch.dtype, shape: str, dev
 
 
 @pytest.mark.parametrize("device", ELSEWHERE)
+@pytest.mark.parametrize("shape", [None, *SHAPES])
+def test_requests_in_the_invariant_mode(shape: str | None, device: str) -> None:
+    """In continuous batching, with windows and without; a tree has masks of its own."""
+    there, draft = build("qwen2:swa").to(device), noisy(build("qwen2:swa")).to(device)
+    there.generation_config.eos_token_id = None
+    texts = [row[mask > 0].tolist() for row, mask in zip(*prompts(5).values(), strict=True)]
+    options: dict[str, Any] = {"speculator": "plain" if shape is None else draft}
+    options |= {} if shape is None else {"speculation_config": SHAPES[shape]}
+    small = {"continuous_batching_config": ContinuousBatchingConfig(num_blocks=64, page_size=16, max_batch_tokens=24)}
+    with invariant(there):
+        asked = [torch.tensor([text], device=device) for text in texts]
+        expected = [there.generate(one, max_new_tokens=12)[0, one.shape[1] :].tolist() for one in asked]
+        found = generate_many(
+            there, texts, max_new_tokens=12, ordered=True, engine="generate_batch", **options, **small
+        )
+        assert [one.tokens for one in found] == expected
+
+
+@pytest.mark.parametrize("device", ELSEWHERE)
+def test_models_with_one_config_compute_experts_alike_until_the_last_mode_ends(device: str) -> None:
+    one = build("mixtral").to(device)
+    other = type(one)(one.config).eval().to(device)
+    experts, ids = one.get_experts_implementation(), torch.tensor([[5, 6, 7]], device=device)
+    first, second = invariant(one), invariant(other)
+    first.close()
+    other.generate(ids, max_new_tokens=4)
+    second.close()
+    assert one.get_experts_implementation() == experts
+
+
+@pytest.mark.parametrize("device", ELSEWHERE)
 @pytest.mark.parametrize(("name", "dtype"), each_value(["mixtral", "gemma2", "gemma3_text", "t5", "bart"], DTYPES))
 def test_bits_of_other_families_in_the_invariant_mode(name: str, dtype: torch.dtype, device: str) -> None:
     """A mixture, caps of scores, windows, encoder-decoders."""

@@ -167,6 +167,10 @@ WRONG: dict[str, tuple[Callable[[AcceptedTokens], Any], str]] = {
     "negative": (lambda news: Proposal.chain(news.root, two(news) - 4, torch.zeros(3)), "negative tokens"),
     "two roots": (lambda news: tree(news, -1, -1, 0), "a draft token has no parent"),
     "child first": (lambda news: tree(news, -1, 2, 0), "one that comes after it"),
+    "deeper than it says": (
+        lambda news: replace(tree(news, -1, 0, 1), max_depth=1),
+        "max_depth is 1, and a path has more draft tokens",
+    ),
 }
 
 

@@ -41,6 +41,7 @@ from ..device_tensors import to_device
 from ..invariance.columns import Text, mask_of_packed
 from ..invariance.mode import Invariance, invariance_of
 from ..metrics import SpeculationStats
+from ..sampling import is_seeded
 from ..versions import FullAttentionCacheAllocator, SlidingAttentionCacheAllocator, stream_context
 from .drafting import RequestProposal, join_proposals
 from .prompts import check_prompt
@@ -86,7 +87,11 @@ class SpeculativeManager(ContinuousBatchingManager):
         return ours
 
     def _create_batch_processor(self) -> ContinuousBatchProcessor:
+        device, own_seed = self.model.device, self.continuous_batching_config.seed
+        leave_unseeded = own_seed is None and self.speculation.is_alone and not is_seeded(device)
         made = super()._create_batch_processor()
+        if leave_unseeded:  # transformers' engine has set a random seed, which a later call would take for the user's
+            torch.seed()
         if not isinstance(made, _Processor):
             made = _as_subclass(_Processor, made)
             made.speculation, made.invariance = self.speculation, self.invariance
@@ -320,11 +325,12 @@ class _Processor(ContinuousBatchProcessor):
             window, texts = _window(allocator), []
             for state, past, nodes, keys in self._blocks(allocator):
                 count = _length(nodes)
-                history, ancestors, depth, split = _length(keys) - count, None, torch.arange(count), None
+                history, ancestors, split = _length(keys) - count, None, None
+                depth = torch.arange(count, device=self.model_device)
                 if (tree := trees.get(state.request_id)) is not None:
                     proposal = join_proposals([tree], self.model_device)
                     ancestors, depth, split = proposal.ancestors[0], proposal.depth[0], past
-                place = past + torch.cat([torch.arange(-history, 0), depth])
+                place = past + torch.cat([torch.arange(-history, 0, device=self.model_device), depth])
                 texts.append(Text(0, _seen(ancestors, depth, history, window), place, split, nodes, keys))
             found[allocator.layer_type] = mask_of_packed(texts)
         return found if len(found) > 1 else next(iter(found.values()))

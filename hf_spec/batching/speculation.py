@@ -103,7 +103,7 @@ class Speculation:
     """Drafting, verification and statistics for the requests of one engine, one step for all in its batch.
 
     ``counts`` sums over all requests, also finished ones. ``config`` follows from what the user ``asked`` for.
-    ``sample`` tells whether the engine samples its tokens.
+    ``sample`` tells whether the engine samples its tokens, and ``is_seeded`` whether it does so from a set seed.
     """
 
     def __init__(
@@ -113,11 +113,12 @@ class Speculation:
         config: SpeculationConfig,
         asked: SpeculationConfig | None,
         sample: bool,
+        is_seeded: bool = False,
     ) -> None:
-        self.asked = asked
+        self.asked, self.is_seeded = asked, is_seeded
         self.model, self.speculator, self.sample = model, speculator, sample
         self._ranks = ModelParallelGroup(model)
-        situation = Situation(model, speculator, sample, batch_size=1, prompt_length=1, way=("requests",))
+        situation = Situation(model, speculator, sample, 1, prompt_length=1, way=("requests",), has_seed=is_seeded)
         self.config, self.policy = draft_length_policy(config, asked, situation, self._ranks)
         self._source = speculator.source
         self.features = Features(model, speculator.feature_layers(model))
@@ -130,6 +131,11 @@ class Speculation:
         # Of the last drafting: the number of rows, its start in seconds, and whether a drafter had a backlog.
         self._last_plan: tuple[int, float, bool] | None = None
         self._kept: list[Any] = []  # the requests that ``keep`` was last told of
+
+    @property
+    def is_alone(self) -> bool:
+        """Tell whether no other process computes a part of the model."""
+        return self._ranks.is_alone
 
     @property
     def max_draft_tokens(self) -> int:

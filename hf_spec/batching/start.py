@@ -15,6 +15,7 @@ from transformers.generation.continuous_batching.utils import WorkloadHints
 from ..decode.refusals import Refusal, refusing
 from ..drafts.base import Speculator
 from ..invariance.mode import invariance_of, renew_invariance, with_other_attention
+from ..sampling import is_seeded
 from ..settings import SpeculationConfig
 from .engine import SpeculativeManager
 from .refusals import refuse_batch, switch_off
@@ -51,9 +52,10 @@ def make_manager(
     if found.tree is not None:  # transformers would switch to flash attention, which takes no tree mask
         given.auto_switch_to_flash = False
     is_default_size = batching_config is None or batching_config.num_blocks is None
+    seeded = bool(settings.do_sample) and (given.seed is not None or is_seeded(model.device))
     kept = kept_manager(model)
     if kept is not None and not (
-        _decodes_alike(kept, speculator, config, settings)
+        _decodes_alike(kept, speculator, config, settings, seeded)
         and _is_large_enough(kept, given, is_default_size, workload_hints)
     ):
         forget_manager(model)
@@ -67,7 +69,7 @@ def make_manager(
         manager = plain(model, generation_config, given, workload_hints)
     if kept is not None:
         return manager
-    speculation = Speculation(model, speculator, found, config, bool(settings.do_sample))
+    speculation = Speculation(model, speculator, found, config, bool(settings.do_sample), seeded)
     switch_off(manager.continuous_batching_config, batching_config, reads_features=bool(speculation.features.layers))
     return SpeculativeManager.take_over(manager, speculation, settings, is_default_size)
 
@@ -83,18 +85,19 @@ def _decodes_alike(
     speculator: Speculator,
     config: SpeculationConfig | None,
     settings: GenerationConfig,
+    seeded: bool,
 ) -> bool:
-    """Tell whether ``manager`` decodes by the same ``settings`` and drafts with the same weights and history.
+    """Tell whether ``manager`` decodes by the same ``settings`` and drafts with the same weights, history and options.
 
     Each call makes a new speculator, so those of two calls are compared by what they hold.
     """
     if not isinstance(manager, SpeculativeManager) or manager.made_for != settings.to_dict():
         return False
-    if manager.invariance is not invariance_of(manager.model):
+    if manager.invariance is not invariance_of(manager.model) or manager.speculation.is_seeded != seeded:
         return False
     own, asked = manager.speculation.speculator, manager.speculation.asked
     one, other = (
-        (type(drafting), getattr(drafting, "model", None), getattr(drafting, "history", None))
+        (type(drafting), getattr(drafting, "model", None), getattr(drafting, "history", None), drafting.profile_key)
         for drafting in (own, speculator)
     )
     return asked == config and (own is speculator or (one == other and one[1] is not None))

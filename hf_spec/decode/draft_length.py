@@ -38,7 +38,7 @@ class Situation:
     """What the policy of a call depends on besides its settings.
 
     ``is_static``: over a static cache. ``way`` names what else changes step times, such as continuous batching.
-    ``ends_together``: all rows end at the same length, because no token ends a text.
+    ``ends_together``: all rows end at the same length, because no token ends a text. ``has_seed``: one will be set.
     """
 
     target: PreTrainedModel
@@ -49,6 +49,7 @@ class Situation:
     is_static: bool = False
     way: tuple[Hashable, ...] = ()
     ends_together: bool = False
+    has_seed: bool = False
 
     @property
     def device(self) -> torch.device:
@@ -81,7 +82,8 @@ def draft_length_policy(
     reason = "as asked for"
     if not is_asked and rule.lossy is not None and (situation.samples or rule.when_greedy):
         reason, is_asked = f'fixed, because acceptance="{config.acceptance}" is not lossless', True
-    needs_seed = situation.samples and config.verification != "exact" and is_seeded(situation.device)
+    has_seed = situation.has_seed or is_seeded(situation.device)
+    needs_seed = situation.samples and config.verification != "exact" and has_seed
     is_asked, needs_seed = ranks.broadcast((is_asked, needs_seed))
     own = situation.speculator.defaults().num_speculative_tokens
     first = _first(config, own)

@@ -22,7 +22,7 @@ from ..policy.acceptance import AcceptanceEstimator
 from ..policy.base import DraftLengthPolicy, DraftSource
 from ..policy.cost import ModelShape, shape_of
 from ..policy.fixed import unbounded
-from ..proposal import NO_PARENT, Proposal, once
+from ..proposal import NO_PARENT, Proposal, ancestors_of, once
 from ..scoring.names import CACHE
 from ..scoring.plain import scored_vocabulary
 from ..settings import DEFAULT_NUM_SPECULATIVE_TOKENS, SpeculationConfig
@@ -288,6 +288,8 @@ def _misguided(proposal: Proposal, roots: list[int]) -> str | None:
     later = proposal.parents[:, 1:]
     if bool((later == NO_PARENT).any()) or bool((later > cached_arange(later.shape[1], later.device)).any()):
         return "a draft token has no parent, or one that comes after it; put parents before their children"
+    if not torch.equal(proposal.ancestors, ancestors_of(proposal.parents, later.shape[1])):
+        return f"max_depth is {proposal.max_depth}, and a path has more draft tokens; make it the depth of the deepest"
     return None
 
 

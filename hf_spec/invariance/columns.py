@@ -461,7 +461,8 @@ def with_columns(mask: Tensor, texts: Sequence[Text]) -> Tensor:
 def mask_of_packed(texts: Sequence[Text]) -> Tensor:
     """Return what stands for a mask where ``texts`` lie one after the other in the only row of a batch."""
     nodes, keys = (sum(text.visible.shape[dim] for text in texts) for dim in (0, 1))
-    return with_columns(torch.ones((1, 1, 1, 1), dtype=torch.bool).expand(1, 1, nodes, keys), texts)
+    shown = torch.ones((1, 1, 1, 1), dtype=torch.bool, device=texts[0].visible.device)
+    return with_columns(shown.expand(1, 1, nodes, keys), texts)
 
 
 def _place(column: Tensor, mask: Tensor | None) -> Tensor:

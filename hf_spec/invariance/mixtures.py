@@ -8,8 +8,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from .rows import all_in_sizes
+from .shared_configs import Undo, change, is_changed
 
-GROUPED, BATCHED = "grouped_mm", "batched_mm"  # ways of transformers to compute experts
+WAY, GROUPED, BATCHED = "_experts_implementation", "grouped_mm", "batched_mm"  # of transformers to compute experts
 
 
 def is_mixture(module: nn.Module) -> bool:
@@ -19,26 +20,18 @@ def is_mixture(module: nn.Module) -> bool:
 
 def way_of_experts(config: Any) -> str | None:
     """Return the name of transformers' way of computing experts."""
-    name: str | None = getattr(config, "_experts_implementation", None)
+    name: str | None = getattr(config, WAY, None)
     return name
 
 
-def one_way_of_experts(model: Any) -> Callable[[Callable[[Any], Any]], None]:
+def one_way_of_experts(model: Any) -> Undo:
     """Let experts compute prompts in the way of all later steps; return what undoes that.
 
     On an accelerator, transformers' ``generate`` changes grouped products to batched ones after the prompt.
     """
-    known: list[tuple[Any, str]] = []
-    for config in (model.config, model.config.get_text_config(decoder=True)):
-        if way_of_experts(config) == GROUPED and model.device.type != "cpu":
-            known.append((config, GROUPED))
-            config._experts_implementation = BATCHED
-
-    def undo(of: Callable[[Any], Any]) -> None:
-        for config, before in known:
-            of(config)._experts_implementation = before
-
-    return undo
+    configs = (model.config, model.config.get_text_config(decoder=True)) if model.device.type != "cpu" else ()
+    concerned = [one for one in configs if way_of_experts(one) == GROUPED or is_changed(one, WAY)]
+    return change(concerned, WAY, BATCHED)
 
 
 def of_rows(compute: Callable[[Tensor], Any]) -> Callable[[Tensor], tuple[Tensor, ...]]:

@@ -16,8 +16,6 @@ from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor, nn
-from torch._dynamo import OptimizedModule
-from torch.utils.weak import WeakIdKeyDictionary
 from transformers import PreTrainedModel
 from transformers.activations import ACT2CLS
 from transformers.modeling_utils import AttentionInterface
@@ -26,6 +24,7 @@ from transformers.pytorch_utils import Conv1D
 from ..packing.weight import PackedWeight
 from ..scoring.adapters import active_adapters, base_model
 from ..scoring.features import decoder_of
+from ..scoring.graphs import is_compiled
 from ..scoring.hooks import hooked, mark_as_ours
 from ..scoring.plain import input_device, precision, prompt_kwargs
 from ..scoring.prompts import tokens_for
@@ -37,13 +36,12 @@ from .known import State, address, settings_of_torch
 from .mixtures import is_mixture, mixture_in_sizes, one_way_of_experts, way_of_experts
 from .own_attention import attend_by_ours, multiplies_rows, without_bias
 from .rows import ALIGNMENT, SIZES, agreeing_sizes, cancelling, in_sizes, one_by_one, sizes_on, with_float32
+from .shared_configs import Undo, change
 from .sources import CONVOLUTIONS, convolutions_of_source, encoded, read_text, why_no_source
 
 AUTOCAST = "torch.autocast chooses dtypes by operation; leave it, and load the model in the dtype that you want"
 PROBE = 2  # tokens of the forward that finds out what a model computes
 ACTIVATIONS = tuple({kind for kind in ACT2CLS.values() if isinstance(kind, type)})
-
-Undo = Callable[[Callable[[Any], Any]], None]  # undoes a change of an object, or of what the function makes of it
 
 _modes: WeakKeyDictionary[nn.Module, Invariance] = WeakKeyDictionary()
 _lock = threading.RLock()
@@ -160,11 +158,11 @@ def _itself(changed: Any) -> Any:
 
 
 def _begin(mode: Invariance, model: Any) -> None:
-    _refuse(model)
-    register_attention()
-    state, mode._adapters = State(model), active_adapters(model)
-    known, sizes = _found.get(model, (None, {}))
-    try:
+    try:  # also around the refusals: a mode that is renewed is on
+        _refuse(model)
+        register_attention()
+        state, mode._adapters = State(model), active_adapters(model)
+        known, sizes = _found.get(model, (None, {}))
         if state == known:
             _change(mode, model)
             _compute_rows(mode, model, sizes)
@@ -243,7 +241,7 @@ def _refuse(model: Any) -> None:
     devices = {str(one.device) for one in model.parameters()}
     if (no_source := why_no_source(model)) is not None:
         reason = no_source
-    elif isinstance(model, OptimizedModule) or any(one._compiled_call_impl is not None for one in model.modules()):
+    elif is_compiled(model):
         reason = "it is compiled; load it anew and leave it eager"
     elif len(devices) > 1 or "meta" in devices:  # offloaded weights are on "meta"
         reason = f"it is on several devices, or offloaded: {', '.join(sorted(devices))}"
@@ -281,41 +279,14 @@ def _attend(model: Any) -> Undo:
 
     A config that several models share names our function until the last of their modes ends.
     """
-    configs = _configs_of(model)
-    for config in configs:
-        _attending.setdefault(config, _Attending(config._attn_implementation)).modes += 1
-        config._attn_implementation = NAME
-
-    def undo(of: Callable[[Any], Any]) -> None:
-        for config in configs:
-            changed, shared = of(config), _attending[config]
-            if changed is config:
-                shared.modes -= 1
-            if changed is not config or not shared.modes:
-                changed._attn_implementation = shared.before
-            if not shared.modes:
-                del _attending[config]
-
-    return undo
-
-
-@dataclass
-class _Attending:
-    """The attention that a config named ``before``, and the number of modes in which it names ours."""
-
-    before: str
-    modes: int = 0
-
-
-_attending = WeakIdKeyDictionary()  # by config
+    return change(_configs_of(model), "_attn_implementation", NAME)
 
 
 def _configs_of(model: Any) -> list[Any]:
     """List the configs that say how ``model`` attends: its text's, and each of an encoder-decoder model's."""
     if not model.config.is_encoder_decoder:
         return [model.config.get_text_config(decoder=True)]
-    configs = [model.config, *(one.config for one in model.modules() if isinstance(one, PreTrainedModel))]
-    return list({id(one): one for one in configs}.values())
+    return [model.config, *(one.config for one in model.modules() if isinstance(one, PreTrainedModel))]
 
 
 def _text_config(model: Any) -> Any:

@@ -124,10 +124,11 @@ class Lag:
 
     def record(self, accepted: Sequence[int]) -> None:
         """Count the draft tokens that the rows accepted in a step."""
-        if len(accepted) != len(self._accepted):
+        known = self._accepted  # a call of another thread may replace it
+        if len(accepted) != len(known):
             self._close()
-            self._accepted = [0.0] * len(accepted)
-        self._accepted = [count + more for count, more in zip(self._accepted, accepted, strict=True)]
+            known = [0.0] * len(accepted)
+        self._accepted = [count + more for count, more in zip(known, accepted, strict=True)]
 
     def share(self) -> float:
         """Return the share of an accepted draft token, on average over the rows, that makes a call shorter."""

@@ -6,6 +6,7 @@ node's own column.
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from transformers import PreTrainedModel
 from .features import decoder_of
 from .masks import open_block
 
+_lock = threading.Lock()
 _hooked: dict[Any, Any] = {}  # attention classes, and their own ``compute_bias``
 
 
@@ -22,9 +24,11 @@ def hook_biases(model: PreTrainedModel) -> None:
     """Wrap ``compute_bias`` of the decoder's attention classes once; without an open block calls pass through."""
     for module in decoder_of(model).modules():
         kind: Any = type(module)
-        if kind not in _hooked and getattr(module, "has_relative_attention_bias", False):
-            _hooked[kind] = kind.compute_bias
-            kind.compute_bias = _of_nodes(kind.compute_bias)
+        if getattr(module, "has_relative_attention_bias", False):
+            with _lock:
+                if kind not in _hooked:
+                    _hooked[kind] = kind.compute_bias
+                    kind.compute_bias = _of_nodes(kind.compute_bias)
 
 
 def unhook_biases() -> None:

@@ -33,6 +33,7 @@ from hf_spec.batching.drafting import join_proposals, split_proposal
 from hf_spec.batching.engine import SpeculativeManager
 from hf_spec.drafts.ngram.history_file import SavedHistory
 from hf_spec.drafts.ngram.hybrid import with_chains
+from hf_spec.sampling import is_seeded
 
 
 @pytest.fixture
@@ -315,6 +316,9 @@ def test_a_manager_that_is_kept(model: PreTrainedModel) -> None:
         kept = run(speculator=speculator)
         assert run(speculator=speculator) is kept and isinstance(kept, SpeculativeManager)
     assert run(speculator=build("llama", seed=1)) is not run(speculator=small)
+    history = NgramSpeculator(history_size=500)
+    short, long, again = (run(speculator=HybridSpeculator(small, history, draft_tokens=count)) for count in (1, 8, 8))
+    assert short is not long and long is again
     kept = model._cached_continuous_batching_manager
     sampled = GenerationConfig(max_new_tokens=8, do_sample=True, temperature=5.0, eos_token_id=EOS, pad_token_id=0)
     options = {"warmup": False, "persistent_manager": True, "speculator": small}
@@ -322,6 +326,29 @@ def test_a_manager_that_is_kept(model: PreTrainedModel) -> None:
     assert model._cached_continuous_batching_manager is not kept, "it would decode greedily"
     assert any(output.generated_tokens != text[:8] for output, text in zip(outputs.values(), texts, strict=True))
     model.destroy_cached_continuous_batching_manager()
+
+
+@pytest.mark.parametrize("seed", [None, "torch's", "the engine's"])
+def test_draft_lengths_follow_no_clock_where_a_seed_was_set(seed: str | None, model: PreTrainedModel) -> None:
+    """transformers' engine seeds torch in any case. That is no seed of the user's, for later calls either."""
+    engine = batching(4, seed=3 if seed == "the engine's" else None)
+    sampled = GenerationConfig(max_new_tokens=8, do_sample=True, eos_token_id=EOS, pad_token_id=0)
+    options: dict[str, Any] = {"warmup": False, "persistent_manager": True, "speculator": build("llama")}
+    managers = []
+    torch.seed()
+    if seed == "torch's":
+        torch.manual_seed(3)
+    for _ in range(2):
+        model.generate_batch(PROMPT_LIST[:2], sampled, engine, **options)
+        managers.append(model._cached_continuous_batching_manager)
+        assert ("because a seed was set" in str(managers[-1].speculation.policy)) is (seed is not None)
+        assert is_seeded(model.device) is (seed is not None)
+    assert managers[0] is managers[1]
+    torch.manual_seed(4)
+    model.generate_batch(PROMPT_LIST[:2], sampled, engine, **options)
+    assert (model._cached_continuous_batching_manager is managers[0]) is (seed is not None)
+    model.destroy_cached_continuous_batching_manager()
+    torch.seed()
 
 
 def test_other_calls_wait_until_an_engine_is_done(model: PreTrainedModel) -> None:

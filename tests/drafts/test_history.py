@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import os
 import pickle
@@ -358,6 +359,26 @@ def test_threads_share_a_memory() -> None:
     assert speculator.history is not None
     texts = list(SavedHistory(5_000, speculator.history.tokens()).texts())
     assert sorted(texts) == sorted(text[0].tolist() for text in expected for _ in range(3))
+
+
+def test_a_text_may_be_added_by_another_thread_while_one_is_looked_up() -> None:
+    """Just before the lock is taken, so that the index is larger than it was."""
+    index = SuffixIndex(100_000)
+    index.add(range(1, 4_000))
+    lock: Any = index._lock
+
+    class Late(contextlib.AbstractContextManager[None]):
+        def __enter__(self) -> None:
+            index._lock = lock
+            index.add(range(5_000, 9_000))
+            lock.acquire()
+
+        def __exit__(self, *_: object) -> None:
+            lock.release()
+
+    index._lock = Late()  # type: ignore[assignment]
+    ((copied, start, _),) = index.find([5_003, 5_004], 2, 4)
+    assert copied[start:].tolist() == [5_005, 5_006, 5_007, 5_008]
 
 
 @pytest.mark.parametrize(

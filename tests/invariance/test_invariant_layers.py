@@ -92,6 +92,22 @@ def test_an_adapter_that_looks_at_all_rows_ends_the_mode() -> None:
     assert not mode.is_invariant(model)
 
 
+def test_a_mode_ends_that_cannot_be_renewed() -> None:
+    """The adapters have changed, and meanwhile the model is in train mode; later both are as they were."""
+    model = adapted(small())
+    with hf_spec.invariant(model):
+        model.set_adapter("two")
+        model.train()
+        with pytest.raises(ValueError, match="train mode"):
+            model.generate(**prompts(1), **OPTIONS)
+        assert not mode.is_invariant(model)
+        model.set_adapter("one")
+        model.eval()
+        out = model.generate(**prompts(1), **OPTIONS, speculator="ngram")
+        assert not out.speculation.invariant
+    assert hf_spec.invariant(model).close() is None, "it can be opened again"
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_int8_weights_of_torchao_have_the_bits_of_plain_alone(dtype: torch.dtype) -> None:
     model = torchao(small(dtype=dtype))

@@ -200,6 +200,24 @@ def test_what_one_row_alone_accepts_makes_the_call_shorter_only_by_its_leaving()
     assert lag.share() > 0.9, "it was behind, and has caught up"
 
 
+def test_a_call_of_another_thread_may_begin_while_a_step_is_counted() -> None:
+    """Both share what batches of their size have gained."""
+    lag = Lag()
+
+    class Rows(list[int]):
+        def __len__(self) -> int:
+            known = super().__len__()
+            if lag._accepted and len(lag._accepted) == known:
+                lag.begin_call()
+                lag.record([1])
+            return known
+
+    for _ in range(3):
+        lag.record([1, 2, 3])
+    lag.record(Rows([1, 2, 3]))
+    assert 0 < lag.share() < 1
+
+
 def test_rows_that_leave_and_earlier_calls_are_remembered() -> None:
     lag, other = Lag(), Lag()
     for _ in range(20):

@@ -86,8 +86,8 @@ class SuffixIndex:
         number = SIZES.index(size)
         found: list[Place] = []
         ngram = array("i", context[-size:])
-        before = self._before[number]
         with self._lock:
+            before = self._before[number]
             first = len(self._tokens) - len(self)
             place = self._latest[number][hash(tuple(ngram)) & self._mask]
             for _ in range(LOOK_BACK):

@@ -1,0 +1,48 @@
+"""Attributes of configs that several models in the mode may share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from torch.utils.weak import WeakIdKeyDictionary
+
+Undo = Callable[[Callable[[Any], Any]], None]  # undoes a change of an object, or of what the function makes of it
+
+
+@dataclass
+class _Shared:
+    """What an attribute was ``before``, and the number of modes in which it is another."""
+
+    before: Any
+    modes: int = 0
+
+
+_shared: dict[str, WeakIdKeyDictionary] = {}  # by attribute, then by config
+
+
+def is_changed(config: Any, name: str) -> bool:
+    """Tell whether a mode has set the attribute ``name`` of ``config``."""
+    return config in _shared.get(name, ())
+
+
+def change(configs: Iterable[Any], name: str, value: Any) -> Undo:
+    """Set the attribute ``name`` of ``configs`` until the last mode that did so ends; return what undoes it."""
+    configs = list({id(one): one for one in configs}.values())
+    changes = _shared.setdefault(name, WeakIdKeyDictionary())
+    for config in configs:
+        changes.setdefault(config, _Shared(getattr(config, name))).modes += 1
+        setattr(config, name, value)
+
+    def undo(of: Callable[[Any], Any]) -> None:
+        for config in configs:
+            changed, shared = of(config), changes[config]
+            if changed is config:
+                shared.modes -= 1
+            if changed is not config or not shared.modes:
+                setattr(changed, name, shared.before)
+            if not shared.modes:
+                del changes[config]
+
+    return undo
