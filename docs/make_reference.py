@@ -10,6 +10,7 @@ import importlib
 import inspect
 import re
 import sys
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -184,7 +185,7 @@ def described(text: str) -> str:
     for paragraph in code(text).split("\n\n"):
         head, _, rest = paragraph.partition("\n")
         if head in ("Args:", "Raises:"):
-            entries = re.split(r"\n(?=\S)", inspect.cleandoc(rest))
+            entries = re.split(r"\n(?=\S)", textwrap.dedent(rest).strip())
             parts += ["**Errors:**"] if head == "Raises:" else []
             parts.append("\n".join(listed(one) for one in entries))
         else:

@@ -7,7 +7,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+__version__ = "0.2.0.dev0"
 
 # The command shows help and mistakes before torch and transformers are imported, which takes seconds.
 _is_command = Path(*sys.argv[:1]).stem == "hf-spec" or sys.orig_argv[1:3] == ["-m", "hf_spec"]

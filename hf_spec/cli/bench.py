@@ -51,7 +51,7 @@ def add_bench(commands: Any) -> None:
                   resumes=resume_hint("rounds"))  # fmt: skip
     add("model", help="target: directory or Hub id")
     add("--draft", type=draft_of, nargs="+", default=["ngram"], metavar="X", help="ngram, history, mtp, early-exit, "
-        "directories or Hub ids, or history+DRAFT for both together (ngram)")  # fmt: skip
+        "plain, directories or Hub ids, or history+DRAFT for both together (ngram)")  # fmt: skip
     add("--prompts", required=True, metavar="FILE", help=PROMPTS_HELP)
     add("--limit", "--prompts-per-category", type=at_least(1), metavar="N", help="prompts per category")
     add("--tree", type=tree_of, nargs="+", default=[None], metavar="SHAPE", help=TREE_HELP)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 TEMPERATURE_HELP = "0 decodes greedily; left out: the model's own"
 SPECULATOR_HELP = (
-    "ngram, history, mtp, early-exit, auto, a draft (directory or Hub id), or history+DRAFT for both together"
+    "ngram, history, mtp, early-exit, auto, plain (no draft tokens), a draft (directory or Hub id), or history+DRAFT"
 )
 TREE_HELP = "chain, dynamic, sampled, a list of paths of ranks such as [[0],[1],[0,0]], or a .json file with one"
 PICTURES = (".png", ".pdf", ".svg")

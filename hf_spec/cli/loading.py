@@ -135,7 +135,7 @@ def load_speculator(name: str, target: PreTrainedModel, dtype: str) -> Speculato
     """Load a draft by its name: a rule, a draft of any format, or else a causal language model."""
     if name.startswith(WITH_HISTORY):
         return with_history(load_speculator(name.removeprefix(WITH_HISTORY), target, dtype))
-    if name in ("ngram", "history", *OF_TARGET):
+    if name in ("ngram", "history", "plain", *OF_TARGET):
         return as_speculator(unloaded(name), target)
     draft = load_draft(name, target, dtype=dtype)
     draft = draft if target.device.type == "meta" else draft.to(input_device(target))

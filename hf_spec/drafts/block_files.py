@@ -160,7 +160,7 @@ def write_zlab(draft: Any, architecture: str, **own: Any) -> Files:
     config: BlockSpeculatorConfig = draft.config
     slides = "sliding_attention" in config.layer_kinds
     unsaid = [
-        (config.sample_from_anchor, "guesses from the root's slot"),
+        (config.sample_from_anchor, "drafts from the root's slot"),
         (slides and not config.sliding_window_per_slot, "ends its windows at the root"),
         (set(config.shared_with_target or ()) != {"embed_tokens", "lm_head"}, "has embeddings or a head of its own"),
     ]

@@ -67,7 +67,7 @@ class FeatureSpeculatorConfig(SpeculatorConfig):
         reads = f"hidden_states{self.layer_ids}" if self.layer_ids else "hidden_states[2, n // 2, n - 3] of n layers"
         return super().describe() | {
             "reads": f"{reads} of width {self.feature_size}",
-            "guesses": f"{self.draft_vocab_size} of {self.layers.vocab_size} tokens",
+            "proposes": f"{self.draft_vocab_size} of {self.layers.vocab_size} tokens",
             "flags": ", ".join(f"{name}={getattr(self, name)}" for name in self.flags),
         }
 

@@ -260,6 +260,12 @@ def test_a_draft_and_a_memory_are_measured_beside_each_alone(models, prompts, ca
     assert "needs a draft with weights" in capsys.readouterr().err
 
 
+def test_plain_steps_have_a_name(models, capsys):
+    options = ["--speculator", "plain", "--prompt", PROMPT, "--max-new-tokens", "9"]
+    assert main(["generate", models["target"], *options]) == 0
+    assert capsys.readouterr().out.rstrip("\n") == plain_text(models["target"], PROMPT, 9, False).rstrip("\n")
+
+
 @pytest.mark.parametrize("name", ["history", "history+mtp", "history+DRAFT"])
 def test_what_a_name_stands_for(name, models):
     target = AutoModelForCausalLM.from_pretrained(models["target"])

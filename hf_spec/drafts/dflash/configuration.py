@@ -13,9 +13,8 @@ class DFlashSpeculatorConfig(BlockSpeculatorConfig):
     """The config of a DFlash draft (arXiv 2602.06036): a block draft whose slots predict independently.
 
     Args:
-        scored_as_target: the vocabulary, and the multiplier and cap of the logits that draft tokens are sampled from,
-            are those of the target, which ``bind`` looks up (Muse Glimmer's assistant). Until then, ``vocab_size`` is
-            the least that it can be.
+        scored_as_target: the vocabulary, and the multiplier and cap of the draft's logits, are those of the target.
+            ``bind`` looks them up (Muse Glimmer's assistant). Until then, ``vocab_size`` is the least that it can be.
     """
 
     method: ClassVar[str] = "DFlash"
@@ -27,7 +26,10 @@ class DFlashSpeculatorConfig(BlockSpeculatorConfig):
     def describe(self) -> dict[str, str]:
         named = super().describe()
         if self.scored_as_target:
-            named |= {"target": "not named", "guesses": "all tokens of the target, whose logits are scaled as its own"}
+            named |= {
+                "target": "not named",
+                "proposes": "all tokens of the target, whose logits are scaled as its own",
+            }
         return named
 
     def check_vocabulary(self, target: PreTrainedConfig) -> None:
