@@ -18,7 +18,8 @@ from ..settings import SpeculationConfig
 from ..verify.processors import STATELESS
 from ..versions import CONTINUOUS_BATCHING, older_than
 
-PREFIX = "Cannot batch requests with a speculator: "  # of messages of generate_batch
+GENERATE = "generate(..., speculator=...)"
+PADDED = f"pass the prompts, padded on the left, to {GENERATE}"
 # Fields of a ContinuousBatchingConfig that users may set, the value that speculation sets, and why.
 SWITCHED_OFF: dict[str, tuple[Any, str]] = {
     "use_async_batching": (False, "the next batch depends on which draft tokens of this one are accepted"),
@@ -47,31 +48,28 @@ def refuse_batch(
     """Raise a Refusal if this model, these options or this draft cannot be batched continuously."""
     if speculator is not None and speculator.shares_target_cache:
         raise _refusal(
-            f"{type(speculator).__name__} drafts over the target's own cache, and the engine's is paged; use another "
-            "draft, or generate(..., speculator=...)"
+            f"{type(speculator).__name__} drafts over the target's own cache, and the engine's is paged",
+            f"use another draft, or {GENERATE}",
         )
     if speculator is not None and speculator.reads_target_keys:
-        raise _refusal(
-            "the draft reads the target's keys and values, which the engine keeps in pages; pass the prompts, padded "
-            "on the left, to generate(..., speculator=...)"
-        )
+        raise _refusal("the draft reads the target's keys and values, which the engine keeps in pages", PADDED)
     if config.row_seeds is not None:
-        raise _refusal("row_seeds: all requests draw from one generator; use generate(..., speculator=...)")
+        raise _refusal("row_seeds: all requests draw from one generator", f"use {GENERATE}")
     if (reason := why_not_batched(model)) is not None:
-        raise _refusal(f"{reason}; pass the prompts, padded on the left, to generate(..., speculator=...)")
+        raise _refusal(reason, PADDED)
     implementation = model.config.get_text_config(decoder=True)._attn_implementation
     if config.tree is not None and is_flash_attention_requested(requested_attention_implementation=implementation):
         raise _refusal(
-            f"tree={config.tree!r}: {implementation} takes no mask, and a tree needs one to hide other branches; load "
-            "the model with attn_implementation='sdpa', or use a chain (tree=None)"
+            f"tree={config.tree!r}: {implementation} takes no mask, and a tree needs one to hide other branches",
+            "load the model with attn_implementation='sdpa', or use a chain (tree=None)",
         )
     if (generation_config.num_beams or 1) > 1:
-        raise _refusal(f"num_beams={generation_config.num_beams}: the engine decodes one text per request; use 1")
+        raise _refusal(f"num_beams={generation_config.num_beams}: the engine decodes one text per request", "use 1")
     for processor in processors_of(model, generation_config):
         if type(processor) not in STATELESS:
             raise _refusal(
-                f"{type(processor).__name__} needs the text of each request, which the engine does not pass on; "
-                "unset its option in the generation config, or use generate(..., speculator=...)"
+                f"{type(processor).__name__} needs the text of each request, which the engine does not pass on",
+                f"unset its option in the generation config, or use {GENERATE}",
             )
 
 
@@ -88,8 +86,8 @@ def refuse_dropped(generation_config: GenerationConfig) -> None:
     for name in ("stop_strings", "max_time"):
         if getattr(generation_config, name, None):
             raise _refusal(
-                f"{name}: the engine ends requests at end-of-sequence tokens and lengths alone; unset it, or use "
-                "generate(..., speculator=...)"
+                f"{name}: the engine ends requests at end-of-sequence tokens and lengths alone",
+                f"unset it, or use {GENERATE}",
             )
 
 
@@ -133,5 +131,5 @@ def switch_off(config: ContinuousBatchingConfig, asked: ContinuousBatchingConfig
         logger.info("Prefix sharing is off: the draft reads hidden states, which a shared prefix does not give.")
 
 
-def _refusal(reason: str) -> Refusal:
-    return Refusal(f"{PREFIX}{reason}.")
+def _refusal(reason: str, instead: str) -> Refusal:
+    return Refusal(f"Cannot batch requests with a speculator: {reason}; {instead}.", reason)

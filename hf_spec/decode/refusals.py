@@ -40,7 +40,11 @@ _OWN_ASSISTANT = "transformers' own assisted generation may take it: generate(..
 
 
 class Refusal(ValueError):
-    """The reason why a call cannot be decoded speculatively; nothing of it has run yet."""
+    """Why a call cannot be decoded speculatively, and what to do; nothing of it has run yet. ``reason``: why alone."""
+
+    def __init__(self, message: str, reason: str | None = None) -> None:
+        super().__init__(message)
+        self.reason = message.rstrip(".") if reason is None else reason
 
 
 @contextmanager

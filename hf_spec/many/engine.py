@@ -87,7 +87,7 @@ def why_not_engine(model: Any, options: dict[str, Any]) -> str | None:
         else:
             refuse_plain(model)
     except Refusal as refusal:
-        return str(refusal)
+        return refusal.reason
     return None
 
 

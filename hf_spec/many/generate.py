@@ -10,7 +10,6 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from ..batching.hooks import KEYWORDS
-from ..batching.refusals import PREFIX
 from ..checkpoints.resolve import as_speculator
 from ..decode.options import option
 from ..metrics import Counts
@@ -148,10 +147,9 @@ def _decoder(model: Any, size: int, options: dict[str, Any], engine: EngineChoic
         options.pop("continuous_batching_config", None)
         return Batches(model, size, options)
     if reason is not None:
-        of_call = reason.removeprefix(PREFIX)
-        why = of_call.rstrip(".") if of_call == reason else of_call.partition("; ")[0]  # without generate_batch's cure
         raise ValueError(
-            f"generate_batch cannot answer these prompts: {why}. Leave engine at 'auto', which decodes them in batches"
+            f"generate_batch cannot answer these prompts: {reason}. Leave engine at 'auto', which decodes them in "
+            "batches"
         )
     return Engine(model, size, options)
 
