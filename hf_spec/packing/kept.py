@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-# Measured on an AMD EPYC of Zen 3, with one and two threads. One token took 0.5 to 0.9 of the time that
-# it takes with oneDNN's blocks, and several tokens 0.7 to 1.2. Large weights with few inputs, such as the output layer
-# of a small model, gained 0.1 for one token and lost 0.2 for several.
+# Measured on an AMD EPYC of Zen 3, with one and two threads, as a share of the time with oneDNN's blocks: one token
+# took 0.5 to 0.9, several tokens 0.7 to 1.2. Large weights with few inputs, such as the output layer of a small model,
+# gained 0.1 for one token and lost 0.2 for several.
 INPUTS, BYTES = 1024, 8 << 20
 FEW = 4  # rows up to which torch's product the other way round is the fastest; it takes as long for three as for four
 MANY = 64  # rows up to which parts are the fastest; with 256 they took up to 1.6 times as long as oneDNN's product
@@ -21,6 +21,7 @@ def is_better_kept(weight: Tensor) -> bool:
     """Tell whether products with ``weight`` (outputs, inputs) are faster in torch's layout than in oneDNN's blocks."""
     return (
         torch.backends.cpu.get_cpu_capability() == "AVX2"
+        and torch.backends.mkl.is_available()  # torch's products with another library were not measured
         and weight.dtype is torch.float32
         and weight.is_contiguous()
         and (weight.shape[1] >= INPUTS or weight.nbytes <= BYTES)

@@ -401,6 +401,8 @@ def test_half_precision_and_turned_weights_go_into_blocks(monkeypatch: pytest.Mo
     weight = torch.empty(2048, 1024)
     assert is_better_kept(weight) and not is_better_kept(weight.double()) and not is_better_kept(weight.t())
     assert not is_better_kept(torch.empty(8192, 1024, dtype=torch.bfloat16))
+    monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: False)
+    assert not is_better_kept(weight)
 
 
 def test_quantized_layers_are_left_alone() -> None:
