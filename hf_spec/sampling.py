@@ -81,7 +81,9 @@ def is_seeded(device: torch.device) -> bool:
     Until then torch's generators have one of 64 random bits, on a CUDA or XPU device of 53. What people set, and what
     numpy takes, has at most 32.
     """
-    own = torch if device.type == "cpu" else torch.get_device_module(device)
+    own = (
+        torch if device.type in ("cpu", "meta") else torch.get_device_module(device)
+    )  # an offloaded model's is "meta"
     seed: int = getattr(own, "initial_seed", torch.initial_seed)()
     return seed < SMALLEST_RANDOM_SEED
 

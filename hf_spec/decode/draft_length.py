@@ -82,8 +82,8 @@ def draft_length_policy(
     reason = "as asked for"
     if not is_asked and rule.lossy is not None and (situation.samples or rule.when_greedy):
         reason, is_asked = f'fixed, because acceptance="{config.acceptance}" is not lossless', True
-    has_seed = situation.has_seed or is_seeded(situation.device)
-    needs_seed = situation.samples and config.verification != "exact" and has_seed
+    draws = situation.samples and config.verification != "exact"
+    needs_seed = draws and (situation.has_seed or is_seeded(situation.device))
     is_asked, needs_seed = ranks.broadcast((is_asked, needs_seed))
     own = situation.speculator.defaults().num_speculative_tokens
     first = _first(config, own)

@@ -556,8 +556,9 @@ def test_an_offloaded_target(model: PreTrainedModel, kind: str, tmp_path: Path) 
     assert offloaded.device.type == "meta"
     for shape in SHAPES.values():
         speculator = speculators.get(kind, str(tmp_path))
-        out = greedy(offloaded, prompts(3), speculator=speculator, speculation_config=shape)
-        assert torch.equal(out, greedy(model, prompts(3)))
+        for sampling in ({}, {"do_sample": True, "temperature": 1e-4}):  # which samples the likeliest token
+            out = greedy(offloaded, prompts(3), speculator=speculator, speculation_config=shape, **sampling)
+            assert torch.equal(out, greedy(model, prompts(3)))
 
 
 def test_train_mode(model: PreTrainedModel) -> None:
