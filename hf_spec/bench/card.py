@@ -11,6 +11,7 @@ from huggingface_hub import EvalResult, ModelCard
 
 from .report import COLUMNS, BenchReport
 
+PROMPTS, METRIC = "prompts", "mean_accepted_length"  # kinds of data and of figures, by which ours are known
 SHOWN = ("τ", "accepted", "by position", "x plain")
 SECTION = re.compile(r"\n*^## Benchmarks\n.*?(?=\n^## |\Z)", re.MULTILINE | re.DOTALL)
 
@@ -26,13 +27,14 @@ def add_to_card(report: BenchReport, path: str | os.PathLike[str]) -> None:
     card.text = f"{SECTION.sub('', card.text).rstrip()}\n\n{_section(report, methods)}"
     data: Any = card.data
     data.model_name = data.model_name or Path(path).absolute().parent.name
-    data.eval_results = [
+    others = [one for one in data.eval_results or () if (one.dataset_type, one.metric_type) != (PROMPTS, METRIC)]
+    data.eval_results = others + [
         EvalResult(
             task_type="text-generation",
-            dataset_type="prompts",
+            dataset_type=PROMPTS,
             dataset_name=category,
             dataset_config=category,  # identifies a result; the name does not
-            metric_type="mean_accepted_length",
+            metric_type=METRIC,
             metric_name=f"mean accepted length, {method}",
             metric_value=round(length, 3),
         )

@@ -106,7 +106,7 @@ def _refuse_others(path: Path, header: bytes, made_from: dict[str, Any]) -> None
     try:
         before = json.loads(header)
         differing = [one for name in made_from for one in _differences(name, before.get(name), made_from[name])]
-    except (ValueError, AttributeError):
+    except (ValueError, AttributeError, TypeError):
         differing = ["its first line says nothing of them"]
     if differing:
         raise ValueError(
@@ -118,7 +118,7 @@ def _refuse_others(path: Path, header: bytes, made_from: dict[str, Any]) -> None
 def _differences(section: str, before: Any, now: Any) -> list[str]:
     """List what differs in a ``section`` of what was measured; methods that came or went have no weights to compare.
 
-    Errors: an AttributeError for a section of another kind.
+    Errors: an AttributeError or a TypeError for a section of another kind.
     """
     if before == now:
         return []

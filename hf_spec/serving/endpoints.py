@@ -38,11 +38,11 @@ def only_of(target: str, load: Callable[..., Any]) -> Callable[..., Any]:
     return load_model
 
 
-def only_speech(target: str, transcribe: Callable[..., Any], processor: Callable[[], Any]) -> Callable[..., Any]:
-    """Restrict ``transcribe`` to speech models and complete requests."""
+def only_speech(target: str, transcribe: Callable[..., Any], hears: bool) -> Callable[..., Any]:
+    """Restrict ``transcribe`` to speech models, which the target is if it ``hears``, and complete requests."""
 
     async def transcribed(request: Request) -> Any:
-        if not hasattr(processor(), "feature_extractor"):
+        if not hears:
             raise HTTPException(400, f"{target!r} is no model of speech")
         form = await request.form()  # the request keeps the form, so it can be read again
         if not isinstance(form.get("file"), UploadFile):

@@ -7,9 +7,11 @@ from typing import Any
 
 from transformers import GenerationConfig
 
+from ..decode.options import option
 from ..scoring.plain import position_limit, space_after
 from .policy import Policy
 
+DEFAULT_LENGTH = 20  # new tokens of transformers' generate, where nothing says how many
 TOKENS = ("bad_words_ids", "suppress_tokens", "begin_suppress_tokens", "forced_bos_token_id", "forced_eos_token_id")
 
 
@@ -29,11 +31,16 @@ def limit_length(model: Any, prompt: int, config: GenerationConfig, policy: Poli
         limits.append(space_after(prompt, cache, "the paged cache has room", more))
     if (size := position_limit(model)) is not None:
         limits.append(space_after(prompt, size, "the model has room"))
-    if config.max_new_tokens is None and config.max_length is not None:
-        limits.append(space_after(prompt, config.max_length, "max_length has room"))
-    if cache is None and config.max_new_tokens is None and config.max_length is None:
-        return  # transformers' default length is shorter
-    config.max_new_tokens = min(config.max_new_tokens or limits[0], *limits)
+    new, longest = config.max_new_tokens, config.max_length
+    if cache is None:  # generate fills in what the model's own generation config says
+        new, longest = (
+            option(model, {"generation_config": config}, name) for name in ("max_new_tokens", "max_length")
+        )
+    if new is None and longest is not None:
+        limits.append(space_after(prompt, longest, "max_length has room"))
+    elif new is None and cache is None:
+        new = DEFAULT_LENGTH
+    config.max_new_tokens = min(new or limits[0], *limits)
 
 
 def _refuse_tokens(config: GenerationConfig, size: int) -> None:

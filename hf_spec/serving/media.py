@@ -23,34 +23,49 @@ KINDS = {"image_url": "image", "input_image": "image", "input_audio": "audio", "
 READ = (*KINDS, "video_url")
 HOLDERS = {**{kind: kind for kind in KINDS}, "input_image": "image_url"}
 MOST_PIXELS = 64_000_000  # of all images of a request
-SECONDS = 10  # to fetch one of them
+SECONDS = 10  # to fetch all of them
 PORTS = {"http": 80, "https": 443}
 
 
 def bring_media(body: dict[str, Any], policy: Policy) -> None:
     """Replace URLs of images and audio by their content; an ``HTTPException`` 400 where that is not allowed."""
-    pixels = 0
-    for part in _parts(body):
+    room = _Room(policy)
+    for part in media_parts(body):
         if part["type"] == "video_url":
             refuse("video_url", "videos are not served: transformers reads them from URLs and files alone")
         kind, holder = KINDS[part["type"]], HOLDERS[part["type"]]
-        data = _bytes_of(_source(part.get(holder), holder), kind, holder, policy)
+        data = room.take(_bytes_of(_source(part.get(holder), holder), kind, holder, policy, room.end), kind, holder)
         part[holder] = {"url": f"data:{kind}/;base64,{base64.b64encode(data).decode()}"}
         if part["type"] == "input_audio":
             part[holder] = part[holder]["url"]
-        pixels += _pixels(data, holder) if kind == "image" else 0
     assets = body.get("assets") or {}
     for name, asset in assets.items() if isinstance(assets, dict) else [("", None)]:
         if not name or not isinstance(asset, dict):
             refuse("assets", "it is not an object of objects with data_base64, by names that are not empty")
-        data = _bytes_of(_source(asset.get("data_base64"), "assets"), "image", "assets", policy)
+        source = _source(asset.get("data_base64"), "assets")
+        data = room.take(_bytes_of(source, "image", "assets", policy, room.end), "image", "assets")
         asset["data_base64"] = f"data:image/;base64,{base64.b64encode(data).decode()}"
-        pixels += _pixels(data, "assets")
-    if pixels > MOST_PIXELS:
-        refuse("image_url", f"the pictures of a request may have {MOST_PIXELS} pixels in all; make them smaller")
 
 
-def _parts(body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+class _Room:
+    """What the images and sounds of a request may take together; ``end`` is when the last one must be there."""
+
+    def __init__(self, policy: Policy) -> None:
+        self._policy, self.end = policy, time.monotonic() + SECONDS
+        self._bytes = self._pixels = 0
+
+    def take(self, data: bytes, kind: str, name: str) -> bytes:
+        """Return ``data`` if there is room for it."""
+        self._bytes += len(data)
+        self._pixels += _pixels(data, name) if kind == "image" else 0
+        if self._bytes > self._policy.max_bytes:
+            refuse(name, f"the pictures and sounds of a request may have {self._policy.max_request_mib} MiB in all")
+        if self._pixels > MOST_PIXELS:
+            refuse(name, f"the pictures of a request may have {MOST_PIXELS} pixels in all; make them smaller")
+        return data
+
+
+def media_parts(body: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Yield the parts that transformers would read: of messages, of tool outputs, and without a message."""
     for name in ("messages", "input"):
         for one in body[name] if isinstance(body.get(name), list) else ():
@@ -67,9 +82,9 @@ def _source(value: Any, name: str) -> str:
     return value
 
 
-def _bytes_of(source: str, kind: str, name: str, policy: Policy) -> bytes:
+def _bytes_of(source: str, kind: str, name: str, policy: Policy, end: float) -> bytes:
     if source.lower().startswith(("http:", "https:")):
-        return _fetched(_allowed(source, name, policy), name, policy)
+        return _fetched(_allowed(source, name, policy), name, policy, end)
     if source.startswith("data:"):
         meaning, _, source = source.partition(",")
         if not (meaning.startswith(f"data:{kind}/") and meaning.endswith(";base64")):
@@ -101,8 +116,10 @@ class _NoRedirect(urllib.request.HTTPRedirectHandler):
         return None
 
 
-def _fetched(url: str, name: str, policy: Policy) -> bytes:
-    end, found = time.monotonic() + SECONDS, bytearray()
+def _fetched(url: str, name: str, policy: Policy, end: float) -> bytes:
+    found = bytearray()
+    if time.monotonic() > end:
+        refuse(name, f"the pictures and sounds of a request take more than {SECONDS} seconds")
     try:
         with urllib.request.build_opener(_NoRedirect).open(url, timeout=SECONDS) as answer:
             while piece := answer.read1(1 << 16):

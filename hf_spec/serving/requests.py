@@ -11,7 +11,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import _get_template_variables
 
 from .fields import FIELDS, SETTINGS, Fields, is_objects, refuse
-from .media import bring_media
+from .media import HOLDERS, bring_media, media_parts
 from .policy import CHARACTERS_PER_TOKEN, DEEPEST_NESTING, Policy
 
 TEXTS = (
@@ -134,19 +134,28 @@ def _shown(value: Any) -> str:
 
 
 def _refuse_size(body: dict[str, Any], needs: str | None, most: int) -> None:
-    """Refuse long texts before they are tokenized, and deep nesting, which templates would write out."""
+    """Refuse long texts before they are tokenized, and deep nesting, which templates would write out.
+
+    Images and sounds do not count, where transformers reads them as such.
+    """
+    media = {id(part[HOLDERS[part["type"]]]) for part in media_parts(body)}
     left, seen = [(body[name], 0) for name in TEXTS if name in body], 0
     while left:
         value, depth = left.pop()
         if depth > DEEPEST_NESTING:
             refuse(needs or "body", f"lists and objects are nested more than {DEEPEST_NESTING} deep")
+        if id(value) in media:
+            continue
         if isinstance(value, str):
-            seen += 0 if value.startswith("data:") else len(value)
+            seen += len(value)
         elif isinstance(value, dict):
-            seen += sum(map(len, value))
+            seen += 2 + sum(map(len, value))
             left += [(one, depth + 1) for one in value.values()]
         elif isinstance(value, list):
+            seen += 2
             left += [(one, depth + 1) for one in value]
+        else:  # a template may write it out; three bits of a whole number are at most one digit
+            seen += 2 + value.bit_length() // 3 if isinstance(value, int) else 8
         if seen > most:
             refuse(needs or "body", f"it has more than {most} characters; the server's --max-prompt-tokens allows "
                    f"{CHARACTERS_PER_TOKEN} for each token")  # fmt: skip

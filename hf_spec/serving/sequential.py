@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers.cli.serving.utils import GenerateManager, _GenerationCancelled
 from transformers.generation.streamers import BaseStreamer
 
+from ..decode.options import option
 from ..decode.outputs import forget_speculation, last_speculation
 from ..sampling import is_seeded, set_seed
 from .acceptance import acceptance_of_request
@@ -122,7 +123,7 @@ class _Measured:
         prompt_length = kwargs["input_ids"].shape[-1]
         meter.prompt_tokens.inc(prompt_length)
         config = kwargs["generation_config"]
-        has_beams = (config.num_beams or 1) > 1  # beam search takes no streamer
+        has_beams = (option(self.model, kwargs, "num_beams") or 1) > 1  # beam search takes no streamer
         if streams or not has_beams:
             self.streamer = kwargs.setdefault("streamer", self.streamer)
             self.streamer.end = self._recorded(self.streamer.end)

@@ -112,7 +112,8 @@ class Server(Serve):
         if batched:
             systemone.handle_request = not_batched
         target, transcribes = cast(Any, self._model_manager).force_model, cast(Any, self._transcription_handler)
-        transcribes.handle_request = only_speech(target, transcribes.handle_request, self._processor)
+        hears = hasattr(self._processor(), "feature_extractor")
+        transcribes.handle_request = only_speech(target, transcribes.handle_request, hears)
 
     def _model(self) -> Any:
         (loaded,) = self._model_manager.loaded_models.values()

@@ -104,7 +104,7 @@ def prepare_dataset(
         raise ValueError("end_of_text=True needs an end-of-sequence token, and the tokenizer has none: set eos_token")
     choices = (text_column, max_length, too_long, last_turn_only, cut_answers, earlier_answers == "keep")
     tokenize = _Tokenize(tokenizer, chat, templated, *choices, template_arguments or {}, end_of_text)
-    say = {} if is_stream else {"num_proc": num_proc, "desc": "Tokenizing"}
+    say = {} if is_stream else {"num_proc": num_proc, "desc": "Tokenizing", "features": _features()}
     examples = dataset.map(tokenize, batched=True, remove_columns=names, **say)
     seen: Any = tokenize({name: [one.get(name) for one in first] for name in names}) if is_stream else examples
     _report(list(seen["skipped"]), sum(seen["cut"]), list(seen["left_out"]))
@@ -208,6 +208,13 @@ def _check_tokenizer(tokenizer: PreTrainedTokenizerBase) -> None:
 
 # An example of which nothing is kept. ``left_out`` counts its answers that are not marked.
 NOTHING: dict[str, Any] = {"input_ids": [], "loss_mask": [], "cut": False, "skipped": "", "left_out": 0}
+
+
+def _features() -> Any:
+    """Name the types of NOTHING, which a first batch without any token does not tell."""
+    kinds = {list: datasets.Sequence(datasets.Value("int64")), bool: datasets.Value("bool")}
+    kinds |= {str: datasets.Value("string"), int: datasets.Value("int64")}
+    return datasets.Features({name: kinds[type(value)] for name, value in NOTHING.items()})
 
 
 @dataclass(frozen=True)

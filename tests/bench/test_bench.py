@@ -423,7 +423,7 @@ def test_rounds_of_something_else_are_refused(target, tokenizer, tmp_path):
     settings, given = BenchSettings(max_new_tokens=2, baselines=False), [Contender("draft", "ngram", CHAIN)]
     with pytest.raises(ValueError, match=r"\(draft was not measured\)"):
         run_bench(target, tokenizer, [STORY], given, settings, rounds_file=file)
-    for other in ("[]\n", "my notes", "\nmy notes\n", '{"settings": 0}'):
+    for other in ("[]\n", "my notes", "\nmy notes\n", '{"settings": 0}\n', '{"prompt": "a"}\n'):
         file.write_text(other)
         with pytest.raises(ValueError, match="its first line"):
             run_bench(target, tokenizer, [STORY], [], BenchSettings(max_new_tokens=2), rounds_file=file)

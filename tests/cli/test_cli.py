@@ -299,7 +299,9 @@ def test_bench_searches_trees_and_writes_the_fastest(models, prompts, tmp_path, 
 def test_bench_adds_its_figures_to_a_model_card(models, prompts, tmp_path, capsys):
     draft = shutil.copytree(models["twin"], tmp_path / "twin")
     card = draft / "README.md"
-    card.write_text("---\nbase_model: org/target\n---\n\n# A draft\n\n## Training\n\nLong.\n", encoding="utf-8")
+    other = "{task: {type: a}, dataset: {type: gsm8k, name: GSM8K}, metrics: [{type: accuracy, value: 0.5}]}"
+    head = f"base_model: org/target\nmodel-index:\n- name: twin\n  results:\n  - {other}\n"
+    card.write_text(f"---\n{head}---\n\n# A draft\n\n## Training\n\nLong.\n", encoding="utf-8")
     options = ["--prompts", prompts, "--max-new-tokens", "8", "--no-baselines", "--warmup", "0", "--card", str(card)]
     call = ["bench", models["target"], "--draft", str(draft), "--num-speculative-tokens", "3", *options]
     assert main(call) == main([*call, "--tree", "[[0],[0,0],[0,0,0]]"]) == 0
@@ -310,9 +312,10 @@ def test_bench_adds_its_figures_to_a_model_card(models, prompts, tmp_path, capsy
     data = ModelCard.load(card).data
     assert data.base_model == "org/target" and data.model_name == "twin"
     assert [(one.dataset_name, one.metric_type) for one in data.eval_results] == [
-        (category, "mean_accepted_length") for category in ("overall", "prompts", "chat")
+        ("GSM8K", "accuracy"),
+        *((category, "mean_accepted_length") for category in ("overall", "prompts", "chat")),
     ]
-    assert all(one.metric_value == pytest.approx(3.5) for one in data.eval_results)
+    assert all(one.metric_value == pytest.approx(3.5) for one in data.eval_results[1:])
     assert main([*call, "--draft", "ngram", models["twin"]]) == 1
     assert main([*call, "--draft", models["twin"]]) == 1  # which is not the draft beside this card
     assert card.read_text(encoding="utf-8") == content

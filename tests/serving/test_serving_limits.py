@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import copy
 import json
 import os
 import signal
@@ -13,12 +15,16 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from fastapi import HTTPException
 from servers import BATCHES, PROMPTS, TARGET, Client, plain, serving, until
+from transformers import GenerationConfig
+from twins import target
 
 from hf_spec.serving import batched as batched_module
 from hf_spec.serving.fields import is_number
+from hf_spec.serving.limits import limit_length
 from hf_spec.serving.policy import Policy
-from hf_spec.serving.requests import refuse_template_arguments
+from hf_spec.serving.requests import refuse_request, refuse_template_arguments
 
 CHAT = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 3}
 LIMITS = {"max_prompt_tokens": 40, "max_new_tokens": 12, "max_beams": 2}
@@ -194,6 +200,38 @@ def test_prompts_are_short(client, stream):
     refused(client, "v1/chat/completions", {**CHAT, "tools": tools}, "640 characters")
 
 
+LONG = "data:" + "a" * 700
+
+
+def with_tool(parameters: dict) -> dict:
+    return {"messages": [], "tools": [{"type": "function", "function": {"name": "f", "parameters": parameters}}]}
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"prompt": LONG},
+        {"messages": [{"role": "user", "content": LONG}]},
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": LONG}]}]},
+        with_tool({"type": "image_url", "image_url": LONG}),
+        with_tool({"enum": [1] * 700}),
+        with_tool({"enum": [10**700]}),
+        with_tool({"enum": [None, True, []] * 200}),
+        {"messages": [], "chat_template_kwargs": {"documents": [{}] * 400}},
+    ],
+)
+def test_whatever_a_template_may_write_out_counts(body):
+    with pytest.raises(HTTPException, match="more than 640 characters"):
+        refuse_request(body, Policy(max_prompt_tokens=40))
+
+
+def test_pictures_and_sounds_do_not_count():
+    sound = base64.b64encode(bytes(900)).decode()
+    part = {"type": "input_audio", "input_audio": {"data": sound, "format": "wav"}}
+    body = {"messages": [{"role": "user", "content": [part, {"type": "text", "text": "What?"}]}]}
+    refuse_request(body, Policy(max_prompt_tokens=40))
+
+
 def test_nothing_is_nested_deep(client):
     def nested(depth: int) -> dict:
         value: dict = {}
@@ -210,6 +248,27 @@ def test_nothing_is_nested_deep(client):
 def test_texts_end_at_the_limit(client, given):
     _, answer = client.post("v1/completions", {"prompt": PROMPTS[0], "temperature": 0} | given)
     assert answer["usage"]["completion_tokens"] == 12 and answer["choices"][0]["finish_reason"] == "length"
+
+
+@pytest.mark.parametrize(
+    ("own", "given", "most", "length"),
+    [
+        ({}, {}, 12, 12),
+        ({}, {}, 60, 20),  # as many as transformers writes by default
+        ({"max_length": 400}, {}, 12, 12),
+        ({"max_length": 30}, {}, 60, 25),
+        ({"max_length": 30}, {"max_new_tokens": 50}, 60, 50),
+        ({"max_new_tokens": 2048}, {}, 60, 60),
+        ({"max_new_tokens": 7}, {}, 60, 7),
+        ({"max_new_tokens": 7}, {"max_new_tokens": 9}, 60, 9),
+        ({"max_new_tokens": 7}, {"max_length": 1000}, 60, 7),
+    ],
+)
+def test_what_the_model_says_of_lengths_counts_and_is_limited(own, given, most, length):
+    model, config = copy.copy(target()), GenerationConfig(**given)
+    model.generation_config = GenerationConfig(**own)
+    limit_length(model, 5, config, Policy(max_new_tokens=most))
+    assert config.max_new_tokens == length
 
 
 @pytest.mark.parametrize(
@@ -265,6 +324,9 @@ def test_decisions_are_refused_where_requests_are_batched():
 
 
 def test_a_model_of_texts_transcribes_nothing(client):
+    until(client.is_idle)
+    refused(client, "v1/audio/transcriptions", {}, "no model of speech")
+    client.post("reset", {})  # after which no model is loaded
     refused(client, "v1/audio/transcriptions", {}, "no model of speech")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import io
 import threading
 from collections.abc import Iterator
@@ -23,6 +24,7 @@ from transformers import (
 )
 from transformers.models.clip import CLIPImageProcessor
 
+from hf_spec.serving import media
 from hf_spec.serving.media import bring_media
 from hf_spec.serving.policy import Policy
 
@@ -192,6 +194,22 @@ def test_pictures_are_small_in_all():
     body["messages"][0]["content"].append({"type": "image_url", "image_url": large})
     with pytest.raises(HTTPException, match="pixels"):
         bring_media(body, Policy())
+
+
+def test_pictures_and_sounds_are_small_in_all():
+    sound = {"type": "input_audio", "input_audio": base64.b64encode(bytes(600 << 10)).decode()}
+    for count in (1, 2):
+        body = {"messages": [{"role": "user", "content": [dict(sound) for _ in range(count)]}]}
+        with pytest.raises(HTTPException, match="1 MiB in all") if count == 2 else contextlib.nullcontext():
+            bring_media(body, Policy(max_request_mib=1))
+
+
+def test_all_that_is_fetched_has_one_deadline(host, monkeypatch):
+    body = chat(f"http://{host}/picture.png")
+    monkeypatch.setattr(media, "SECONDS", -1)
+    with pytest.raises(HTTPException, match="of a request take more than"):
+        bring_media(body, Policy(media_hosts=(host,)))
+    assert Host.asked == []
 
 
 def test_a_server_refuses_them_by_name(host):

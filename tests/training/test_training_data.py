@@ -230,6 +230,13 @@ def test_a_plain_text_of_two_tokens_has_nothing_to_guess(caplog: pytest.LogCaptu
         prepare_dataset(texts.select([1, 2]), tokenizer(None))
 
 
+def test_a_thousand_examples_that_are_left_out_may_come_first() -> None:
+    """Their batch has no token, and does not tell the types of the others."""
+    asked = [{"role": "user", "content": "one"}]
+    (row,) = prepare_dataset(chats(*[asked] * 1000, CHAT), tokenizer())
+    assert row["input_ids"] and row["loss_mask"]
+
+
 def test_examples_without_a_guess_are_left_out_and_counted(caplog: pytest.LogCaptureFixture) -> None:
     logging.getLogger("transformers").propagate = True
     bad = [[{"role": "user", "content": "one"}], [{"role": "assistant", "content": "two"}][:0]]
