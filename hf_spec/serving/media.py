@@ -118,10 +118,10 @@ class _NoRedirect(urllib.request.HTTPRedirectHandler):
 
 def _fetched(url: str, name: str, policy: Policy, end: float) -> bytes:
     found = bytearray()
-    if time.monotonic() > end:
+    if (left := end - time.monotonic()) <= 0:
         refuse(name, f"the pictures and sounds of a request take more than {SECONDS} seconds")
     try:
-        with urllib.request.build_opener(_NoRedirect).open(url, timeout=SECONDS) as answer:
+        with urllib.request.build_opener(_NoRedirect).open(url, timeout=left) as answer:
             while piece := answer.read1(1 << 16):
                 found += piece
                 if len(found) > policy.max_bytes:
