@@ -361,7 +361,7 @@ def test_threads_share_a_memory() -> None:
     assert sorted(texts) == sorted(text[0].tolist() for text in expected for _ in range(3))
 
 
-def test_a_text_may_be_added_by_another_thread_while_one_is_looked_up() -> None:
+def test_a_text_may_be_added_by_another_thread_while_one_is_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """Just before the lock is taken, so that the index is larger than it was."""
     index = SuffixIndex(100_000)
     index.add(range(1, 4_000))
@@ -376,7 +376,7 @@ def test_a_text_may_be_added_by_another_thread_while_one_is_looked_up() -> None:
         def __exit__(self, *_: object) -> None:
             lock.release()
 
-    index._lock = Late()  # type: ignore[assignment]
+    monkeypatch.setattr(index, "_lock", Late())
     ((copied, start, _),) = index.find([5_003, 5_004], 2, 4)
     assert copied[start:].tolist() == [5_005, 5_006, 5_007, 5_008]
 
