@@ -1,10 +1,10 @@
-"""The product with a packed weight as an operator of torch, so that torch.compile can trace it."""
+"""Products with packed weights as operators of torch, so that torch.compile can trace them."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any
 
@@ -48,6 +48,18 @@ def _operator() -> Any:
 
 
 packed_product = _operator()
+
+
+def quick_operator(name: str, arguments: str, function: Callable[..., Tensor], shape: Callable[..., Tensor]) -> Any:
+    """Return ``function`` as an operator of torch that takes less time to call than one of ``custom_op``."""
+    if not hasattr(torch.ops.hf_spec, name):
+        LIBRARY.define(f"{name}({arguments}) -> Tensor")
+        LIBRARY.impl(name, function, "CPU")
+        torch.library.register_fake(f"hf_spec::{name}", shape, lib=LIBRARY)
+    return getattr(torch.ops.hf_spec, name).default
+
+
+LIBRARY = torch.library.Library("hf_spec", "FRAGMENT")
 
 
 @functools.cache

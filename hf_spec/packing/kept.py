@@ -8,6 +8,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from .float16 import HALF
+from .graphs import quick_operator
+
 # Measured on an AMD EPYC of Zen 3, with one and two threads, as a share of the time with oneDNN's blocks: one token
 # took 0.5 to 0.9, several tokens 0.7 to 1.2. Large weights with few inputs, such as the output layer of a small model,
 # gained 0.1 for one token and lost 0.2 for several.
@@ -15,23 +18,53 @@ INPUTS, BYTES = 1024, 8 << 20
 FEW = 4  # rows up to which torch's product the other way round is the fastest; it takes as long for three as for four
 MANY = 64  # rows up to which parts are the fastest; with 256 they took up to 1.6 times as long as oneDNN's product
 WIDEST, NARROWEST = 256, 48  # outputs of a part
+# In half precision, torch's own product takes as long for each row as for one. So more rows are multiplied in float32.
+ALONE = 2  # rows up to which torch's product takes less time
+CONVERTED = 1 << 19  # values that are converted to float32 at a time, and stay in the processor's cache
 
 
 def is_better_kept(weight: Tensor) -> bool:
-    """Tell whether products with ``weight`` (outputs, inputs) are faster in torch's layout than in oneDNN's blocks."""
+    """Tell whether products with ``weight`` (outputs, inputs) are faster in torch's layout than in oneDNN's blocks.
+
+    oneDNN multiplies no half precision on such processors.
+    """
     return (
         torch.backends.cpu.get_cpu_capability() == "AVX2"
         and torch.backends.mkl.is_available()  # torch's products with another library were not measured
-        and weight.dtype is torch.float32
         and weight.is_contiguous()
-        and (weight.shape[1] >= INPUTS or weight.nbytes <= BYTES)
+        and (weight.dtype in HALF or (weight.dtype is torch.float32 and _is_deep_or_small(weight)))
     )
+
+
+def _is_deep_or_small(weight: Tensor) -> bool:
+    return weight.shape[1] >= INPUTS or weight.nbytes <= BYTES
 
 
 def number_of_parts(outputs: int, threads: int) -> int:
     """Return into how many parts of equal size ``outputs`` are divided for ``threads``; 0 if they cannot be."""
     widest = min(WIDEST, max(NARROWEST, outputs // (2 * threads)))
     return next((outputs // width for width in range(widest, NARROWEST - 1, -1) if outputs % width == 0), 0)
+
+
+def half_product(states: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Multiply ``states`` (..., inputs) by the transpose of ``weight`` (outputs, inputs), and add ``bias``.
+
+    All are in half precision. Values are added up in float32, as in torch's own product, and rounded at the end.
+    """
+    if states.numel() <= ALONE * weight.shape[1]:
+        return functional.linear(states, weight, bias)
+    rows = states.float()
+    parts = weight.split(max(1, CONVERTED // weight.shape[1]))
+    found = torch.cat([functional.linear(rows, part.float()) for part in parts], -1)
+    return (found if bias is None else found.add_(bias)).to(states.dtype)
+
+
+half_product_in_graphs = quick_operator(
+    "half_product",
+    "Tensor states, Tensor weight, Tensor? bias",
+    half_product,
+    lambda states, weight, bias: states.new_empty(*states.shape[:-1], len(weight)),
+)
 
 
 def kept_product(

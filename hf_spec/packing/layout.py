@@ -57,10 +57,14 @@ def row_reader(weight: Tensor, packed: Tensor, reorder: Callable[[Tensor], Tenso
     return reader if all(same_bits(reader(some), part) for some, part in parts) else None
 
 
+def bits_of(values: Tensor) -> Tensor:
+    """Return the bits of ``values`` as integers."""
+    return values.contiguous().view({2: torch.int16, 4: torch.int32}[values.element_size()])
+
+
 def same_bits(one: Tensor, other: Tensor) -> bool:
     """Tell whether two tensors of one dtype hold the same bits, NaN included."""
-    kind = {2: torch.int16, 4: torch.int32}[one.element_size()]
-    return torch.equal(one.contiguous().view(kind), other.contiguous().view(kind))
+    return torch.equal(bits_of(one), bits_of(other))
 
 
 def _offsets(rows: int, columns: int, dtype: torch.dtype, reorder: Callable[[Tensor], Tensor]) -> Tensor | None:

@@ -16,6 +16,7 @@ from torch._dynamo import OptimizedModule
 from torch.nn.functional import embedding
 
 from .attention import attend_together
+from .float16 import HALF, Float16Weight, float16_weight, is_better_in_float16
 from .kept import is_better_kept
 from .layout import row_reader
 from .weight import NOT_COMPILED, STORAGE, Owners, PackedWeight, Rows, Storage, lock, parameters_of
@@ -25,8 +26,8 @@ ROWS_AT_A_TIME = 16  # the rows that oneDNN chooses the layout for; its layouts 
 MOST_MEMORY = 1.05  # of a packed weight, as a share of the plain one: oneDNN pads to its blocks
 
 HELD = "something else holds its weight, such as an optimizer, a list of parameters or a draft that borrows it"
-HALF = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}
 SUPPORTED = (torch.float32, *HALF)
+ONEDNN = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}
 
 
 @dataclass(frozen=True)
@@ -141,7 +142,7 @@ def _pack(models: tuple[Any, ...], force: bool) -> tuple[Packing, list[Storage]]
         report.packed.append(found.name)
     if report.packed:
         attend_together()
-    size = sum(one.weight.nbytes for one in _weights(networks) if _is_packed(one.weight))
+    size = sum(one.weight._storage.nbytes for one in _weights(networks) if _is_packed(one.weight))
     return replace(report, bytes=size), of_contexts
 
 
@@ -168,11 +169,17 @@ def _pack_weight(found: _Found) -> str | None:
     return None
 
 
-def _values(weight: Tensor, is_looked_up: bool) -> tuple[Tensor, Rows | None] | str:
-    """Return the values that oneDNN reads, and what reads rows of them; or else why ``weight`` is left plain."""
+def _values(weight: Tensor, is_looked_up: bool) -> tuple[Tensor | Float16Weight, Rows | None] | str:
+    """Return the values that are multiplied, and what reads rows of them; or else why ``weight`` is left plain."""
+    if is_better_in_float16(weight, is_looked_up):
+        stored = float16_weight(weight.detach(), is_looked_up)
+        if stored is not None:
+            return stored, stored.rows if is_looked_up else None
     if is_better_kept(weight):
         kept = weight.data
         return kept, functools.partial(embedding, weight=kept)
+    if not multiplies(weight.dtype):
+        return _no_product(weight.dtype)
     packed = _reordered(weight.detach())
     if torch.ops.mkldnn._nbytes(packed) > MOST_MEMORY * weight.nbytes:
         return "oneDNN would pad it to more than 1.05 of its memory"
@@ -275,10 +282,18 @@ def why_not_here(dtype: torch.dtype, force: bool = False) -> str | None:
         return "oneDNN (torch.backends.mkldnn) is not built in, or switched off"
     if not all(hasattr(ops, name) for name in ("_reorder_linear_weight", "_linear_pointwise", "_nbytes", "data_ptr")):
         return f"torch {torch.__version__} has no packed linear products"
-    name = str(dtype).removeprefix("torch.")
-    if dtype in HALF and not getattr(ops, HALF[dtype])():
-        return f"oneDNN multiplies no {name} on this processor"
     capability = torch.backends.cpu.get_cpu_capability()
+    if not multiplies(dtype) and capability != "AVX2":
+        return _no_product(dtype)
     if force or capability == "AVX2" or "AVX512" in capability:
         return None
     return "packed weights were not measured on this kind of processor (force=True packs)"
+
+
+def multiplies(dtype: torch.dtype) -> bool:
+    """Tell whether oneDNN multiplies weights of ``dtype`` on this processor."""
+    return dtype not in ONEDNN or bool(getattr(torch.ops.mkldnn, ONEDNN[dtype])())
+
+
+def _no_product(dtype: torch.dtype) -> str:
+    return f"oneDNN multiplies no {str(dtype).removeprefix('torch.')} on this processor"

@@ -16,8 +16,9 @@ from torch.nn import functional
 from torch.utils import _pytree
 from transformers.utils import logging
 
+from .float16 import HALF, Float16Weight, product_in_graphs
 from .graphs import compiling, packed_product, product
-from .kept import kept_product, number_of_parts
+from .kept import half_product, half_product_in_graphs, kept_product, number_of_parts
 
 logger = logging.get_logger(__name__)
 
@@ -57,7 +58,7 @@ _ASKING = frozenset(
 
 
 class Storage:
-    """The values of a weight: ``packed`` in oneDNN's layout, or else ``plain``.
+    """The values of a weight: ``packed`` in oneDNN's or FBGEMM's layout, or else ``plain``.
 
     ``kept_for`` is 0, or the number of threads for which packed values have torch's layout, and ``parts`` are those
     of its products, see kept.py.
@@ -67,7 +68,7 @@ class Storage:
     """
 
     def __init__(self, plain: nn.Parameter | None = None) -> None:
-        self.packed: Tensor | None = None
+        self.packed: Tensor | Float16Weight | None = None
         self.kept_for = self.parts = 0
         self.plain = plain
         self.rows: Rows | None = None
@@ -77,16 +78,29 @@ class Storage:
         self.contexts = 0
 
     def pack(
-        self, packed: Tensor, rows: Rows | None, weight: PackedWeight, owners: Owners, plain: nn.Parameter
+        self,
+        packed: Tensor | Float16Weight,
+        rows: Rows | None,
+        weight: PackedWeight,
+        owners: Owners,
+        plain: nn.Parameter,
     ) -> None:
         """Take the values from ``packed`` from now on; ``plain`` is let go, and ``weight`` gets its attributes."""
         self.attributes = {name: value for name, value in vars(plain).items() if name != STORAGE}
         vars(weight).update(self.attributes)
         # asked here and not in each product: torch.compile cannot trace the question
-        self.kept_for = torch.get_num_threads() if packed.layout is torch.strided else 0
-        self.parts = number_of_parts(len(packed), self.kept_for) if self.kept_for else 0
+        is_kept = isinstance(packed, Tensor) and packed.layout is torch.strided
+        self.kept_for = torch.get_num_threads() if is_kept else 0
+        self.parts = number_of_parts(packed.shape[0], self.kept_for) if is_kept else 0
         self.rows, self.packed, self.plain = rows, packed, None
         self.weight, self.owners = weakref.ref(weight), [(weakref.ref(owner), name) for owner, name in owners]
+
+    @property
+    def nbytes(self) -> int:
+        """Return the size of packed values in bytes."""
+        packed = self.packed
+        assert packed is not None
+        return packed.nbytes if isinstance(packed, Float16Weight) else packed.numel() * packed.itemsize
 
     def take_back(self, plain: nn.Parameter) -> None:
         """Take the values from ``plain`` from now on."""
@@ -110,6 +124,8 @@ class Storage:
     def dense(self) -> Tensor:
         """Return a copy of the values in torch's own layout; the weight stays as it is."""
         packed, plain = self.packed, self.plain  # in this order: another thread may be unpacking
+        if isinstance(packed, Float16Weight):
+            return _without_modes(packed.dense)
         if packed is not None:
             return _without_modes(packed.clone if self.kept_for else packed.to_dense)
         kept = (self.unpack() if plain is None else plain).detach()
@@ -131,7 +147,7 @@ class Storage:
 
 
 class PackedWeight(Tensor):
-    """A parameter (outputs, inputs) that oneDNN multiplies by, and that is looked up in, as it is.
+    """A parameter (outputs, inputs) that oneDNN or FBGEMM multiplies by, and that is looked up in, as it is.
 
     Anything else that is done with it, such as a view, a change, a gradient or a move, makes its module's parameter
     plain first. References to this object then act on the plain one, and those to a detached one on its values.
@@ -240,7 +256,12 @@ def _traced(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _product(
-    states: Tensor, packed: Tensor, bias: Tensor | None, multiply: Callable[..., Tensor], kept_for: int, parts: int
+    states: Tensor,
+    packed: Tensor | Float16Weight,
+    bias: Tensor | None,
+    multiply: Callable[..., Tensor],
+    kept_for: int,
+    parts: int,
 ) -> Tensor:
     """Multiply ``states``, (..., inputs), by the transpose of ``packed``, (outputs, inputs), and add ``bias``."""
     outputs, inputs = packed.shape
@@ -248,6 +269,11 @@ def _product(
         raise RuntimeError(f"a weight of shape {(outputs, inputs)} cannot multiply states of {tuple(states.shape)}")
     if (rows := states.numel() // inputs) == 0:
         return states.new_empty(*states.shape[:-1], outputs)
+    is_traced = multiply is packed_product
+    if isinstance(packed, Float16Weight):
+        return product_in_graphs(states, packed, bias) if is_traced else packed.product(states, bias)
+    if kept_for and packed.dtype in HALF:
+        return (half_product_in_graphs if is_traced else half_product)(states, packed, bias)
     if kept_for:
         return kept_product(states, packed, bias, multiply, kept_for, parts)
     if rows < FEWEST and outputs * inputs * packed.itemsize >= BIG:

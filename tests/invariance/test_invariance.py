@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from architectures import build, prompts
+from layouts import take_layout
 from pairs import pairwise
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -24,7 +25,6 @@ from hf_spec.invariance import attention, columns, mode, rows
 from hf_spec.invariance.attention import attend_part
 from hf_spec.invariance.rows import SIZES, agreeing_sizes, cancelling, in_sizes, with_float32
 from hf_spec.invariance.shared_configs import is_changed
-from hf_spec.packing import packing
 from hf_spec.scoring import selfcheck
 from hf_spec.scoring.prompts import Prompt
 
@@ -142,12 +142,14 @@ def test_so_it_is_with_two_threads(dtype: torch.dtype, two_threads: None) -> Non
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("is_kept", [False, True], ids=["in blocks", "kept"])
+@pytest.mark.parametrize("layout", ["in blocks", "kept", "float16"])
 def test_so_it_is_with_packed_weights_and_one_plain_one_among_them(
-    dtype: torch.dtype, is_kept: bool, monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype, layout: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(packing, "is_better_kept", lambda weight: is_kept and weight.dtype is torch.float32)
+    if dtype is torch.float32:
+        take_layout(layout, monkeypatch)  # else the layout of this processor
     model = target(dtype=dtype, num_hidden_layers=2, hidden_size=256, intermediate_size=512, vocab_size=512)
+    model = model.bfloat16().to(dtype)
     with hf_spec.packed(model, force=True) as report:
         if not report.packed:
             pytest.skip(str(report))

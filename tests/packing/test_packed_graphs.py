@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from groups import environment
+from layouts import take_layout
 from test_static import on_any_device, with_a_cpp_compiler
 from torch import Tensor, nn
 from torch.nn import functional
@@ -19,9 +20,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import hf_spec
 from hf_spec import Eagle3SpeculatorConfig, SpeculationConfig
 from hf_spec.packing import graphs as packing_graphs
-from hf_spec.packing import packing
+from hf_spec.packing.float16 import Float16Weight
 from hf_spec.packing.graphs import packed_in_graphs, packed_product
-from hf_spec.packing.packing import _reordered, is_packed, why_not_here
+from hf_spec.packing.packing import _reordered, is_packed, multiplies, why_not_here
 from hf_spec.packing.weight import BIG, NOT_TRACED
 from hf_spec.scoring import compiled, graphs
 from hf_spec.training import new_draft
@@ -35,9 +36,8 @@ WAYS = ("plain", "n-grams", "draft model", "draft model, trees", "EAGLE-3")
 
 @pytest.fixture
 def layout(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Take oneDNN's layout, or torch's own where the parameter has "kept", whatever this processor would take."""
-    is_kept = "kept" in request.param
-    monkeypatch.setattr(packing, "is_better_kept", lambda weight: is_kept and weight.dtype is torch.float32)
+    """Take the layout that the parameter names, or else oneDNN's, whatever this processor would take."""
+    take_layout(next((one for one in ("kept", "float16") if one in request.param), "in blocks"), monkeypatch)
     return str(request.param)
 
 
@@ -45,7 +45,7 @@ def make(layers: int = 2, seed: int = 0, dtype: torch.dtype = torch.float32, **o
     torch.manual_seed(seed)
     given = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 4}
     given |= {"num_hidden_layers": layers, "vocab_size": 1024, "tie_word_embeddings": True, "eos_token_id": None}
-    model = LlamaForCausalLM(LlamaConfig(**given | overrides)).eval().to(dtype)
+    model = LlamaForCausalLM(LlamaConfig(**given | overrides)).eval().bfloat16().to(dtype)
     assert hf_spec.pack(model, force=True).packed or dtype != torch.float32
     return model
 
@@ -87,11 +87,12 @@ def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return lines
 
 
-@pytest.mark.parametrize("layout", ["tied", "untied", "tied, kept"], indirect=True)
+@pytest.mark.parametrize("layout", ["tied", "untied", "tied, kept", "tied, float16"], indirect=True)
 @pytest.mark.parametrize("way", WAYS)
 def test_a_compiled_text_is_the_eager_one(way: str, layout: str, told: list[str]) -> None:
     model = make(tie_word_embeddings=layout != "untied")
     assert (model.lm_head.weight._storage.kept_for > 0) == ("kept" in layout)
+    assert isinstance(model.lm_head.weight._storage.packed, Float16Weight) == ("float16" in layout)
     speculator = speculating(way, model)
     expected = text(model).sequences
     for call in range(2):
@@ -112,8 +113,10 @@ def test_a_seed_draws_the_same_compiled() -> None:
     assert torch.equal(*drawn)
 
 
-def test_a_graph_holds_no_weights() -> None:
+@pytest.mark.parametrize("layout", ["in blocks", "kept", "float16"], indirect=True)
+def test_a_graph_holds_no_weights(layout: str) -> None:
     """It reads those of today: after training, and packing anew, the same graph writes another text."""
+    torch._dynamo.reset()
     model = make()
     options = {"speculator": "plain"} | compiling()
     before = text(model, IDS[:1], **options).sequences
@@ -122,7 +125,7 @@ def test_a_graph_holds_no_weights() -> None:
     assert torch.equal(plain.sequences, before) and plain.speculation.graphs == 1  # of plain weights
     with torch.no_grad():
         for weight in model.model.layers.parameters():
-            weight.add_(torch.randn_like(weight) / 10)
+            weight.add_(torch.randn_like(weight) / 10).copy_(weight.bfloat16())
     changed = text(model, IDS[:1]).sequences
     assert not torch.equal(changed, before)
     assert hf_spec.pack(model, force=True).packed
@@ -192,15 +195,15 @@ def test_what_no_graph_can_hold_is_plain_or_refused() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("rows", [(0,), (1,), (2, 1), (3,), (9,), (65,)], ids=str)
-@pytest.mark.parametrize("layout", ["in blocks", "kept"], indirect=True)
+@pytest.mark.parametrize("layout", ["in blocks", "kept", "float16"], indirect=True)
 def test_the_product_in_graphs_has_the_bits_of_the_eager_one(
     dtype: torch.dtype, rows: tuple[int, ...], layout: str
 ) -> None:
     torch.manual_seed(0)
-    if reason := why_not_here(dtype, force=True):
-        pytest.skip(reason)
-    wide = nn.Linear(256, BIG // 256 // dtype.itemsize).to(dtype)  # so large that few rows are computed as more
-    layers = nn.Sequential(wide, nn.Linear(wide.out_features, 64, bias=False).to(dtype))
+    if not multiplies(dtype):
+        pytest.skip(f"oneDNN multiplies no {dtype} on this processor")
+    wide = nn.Linear(256, BIG // 256 // dtype.itemsize)  # so large that few rows are computed as more
+    layers = nn.Sequential(wide, nn.Linear(wide.out_features, 64, bias=False)).bfloat16().to(dtype)
     assert len(hf_spec.pack(layers, force=True).packed) == 2
     states = torch.randn(*rows, 256).to(dtype)
     with torch.no_grad(), packed_in_graphs():

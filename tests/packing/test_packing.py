@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 from groups import environment
+from layouts import take_layout
 from pairs import each_value
 from test_static import on_any_device
 from torch import Tensor, nn
@@ -26,10 +27,10 @@ from torch.nn.utils import prune
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import hf_spec
-from hf_spec.packing import packing
+from hf_spec.packing.float16 import Float16Weight
 from hf_spec.packing.kept import is_better_kept, number_of_parts
 from hf_spec.packing.layout import RowReader, memory_of, row_reader, same_bits
-from hf_spec.packing.packing import _reordered, is_packed, why_not_here
+from hf_spec.packing.packing import _reordered, is_packed, multiplies, why_not_here
 from hf_spec.packing.weight import BIG, PackedWeight, values_of
 from hf_spec.scoring.changes import way_of_forward
 
@@ -41,18 +42,20 @@ SHAPE = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4,
 LARGE = 15  # weights of the model: embeddings and head, tied, and seven in each of two layers
 
 
-@pytest.fixture(params=["in blocks", "kept"], autouse=True)
+@pytest.fixture(params=["in blocks", "kept", "float16"], autouse=True)
 def layout(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Run each test with oneDNN's layout, and with torch's own, whatever this processor would take."""
-    if (is_kept := request.param == "kept") or request.param == "in blocks":
-        monkeypatch.setattr(packing, "is_better_kept", lambda weight: is_kept and weight.dtype is torch.float32)
+    """Run each test with oneDNN's layout, torch's own, and FBGEMM's, whatever this processor would take."""
+    if request.param in ("in blocks", "kept", "float16"):
+        take_layout(request.param, monkeypatch)
     return str(request.param)
 
 
 def make(dtype: torch.dtype = torch.float32, **overrides: Any) -> Any:
+    """Make a model whose weights have values that half precision holds."""
     torch.manual_seed(0)
     given = SHAPE | {"num_hidden_layers": 2, "vocab_size": 1024, "tie_word_embeddings": True} | overrides
-    return LlamaForCausalLM(LlamaConfig(**given)).eval().to(dtype)
+    model = LlamaForCausalLM(LlamaConfig(**given)).eval()
+    return model.bfloat16().to(dtype)
 
 
 @pytest.fixture
@@ -110,8 +113,8 @@ def test_a_product_with_another_weight_is_found(packed: Any) -> None:
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_few_rows_have_the_bits_of_several(dtype: torch.dtype, bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    if (reason := why_not_here(dtype, force=True)) is not None:
-        pytest.skip(f"{reason}; products were not compared")
+    if not multiplies(dtype):
+        pytest.skip(f"oneDNN multiplies no {dtype} on this processor; products were not compared")
     monkeypatch.setattr("hf_spec.packing.weight.FEWEST", 4)
     layer = nn.Linear(2048, 1024, bias=bias).to(dtype)
     assert layer.weight.nbytes >= BIG
@@ -197,7 +200,8 @@ def test_half_precision_is_packed_where_this_processor_multiplies_it(dtype: torc
         assert not is_packed(model) and str(report) == f"nothing is packed: {reason}"
         assert torch.equal(logits(model), logits(twin))
         pytest.skip(f"{dtype}: {reason}; products were not compared")
-    equal = [same_product(one, IDS.numel()) for one in twin.modules() if isinstance(one, nn.Linear)]
+    layers = [one for one in twin.modules() if isinstance(one, nn.Linear)]
+    equal = [multiplies(dtype) and same_product(one, IDS.numel()) for one in layers]
     print(f"{dtype}: {sum(equal)} of {len(equal)} products have the same bits on this processor")
     if all(equal):
         assert torch.equal(logits(model), logits(twin))
@@ -222,7 +226,10 @@ def test_the_plain_weights_are_let_go(model: Any) -> None:
     assert [one() for one in old] == [None] * LARGE
     storages = {id(one._storage): one._storage for one in model.parameters() if isinstance(one, PackedWeight)}
     taken = sum(
-        one.packed.nbytes if one.kept_for else torch.ops.mkldnn._nbytes(one.packed) for one in storages.values()
+        one.packed.nbytes
+        if one.kept_for or isinstance(one.packed, Float16Weight)
+        else torch.ops.mkldnn._nbytes(one.packed)
+        for one in storages.values()
     )
     tables = sum(
         reader._row_starts.nbytes + reader._column_offsets.nbytes
@@ -396,11 +403,11 @@ def test_a_weight_is_divided_into_equal_parts(outputs: int, threads: int, parts:
 
 
 @pytest.mark.parametrize("layout", ["as this processor takes it"], indirect=True)
-def test_half_precision_and_turned_weights_go_into_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_dtypes_and_turned_weights_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
     weight = torch.empty(2048, 1024)
     assert is_better_kept(weight) and not is_better_kept(weight.double()) and not is_better_kept(weight.t())
-    assert not is_better_kept(torch.empty(8192, 1024, dtype=torch.bfloat16))
+    assert is_better_kept(torch.empty(8192, 256, dtype=torch.bfloat16))
     monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: False)
     assert not is_better_kept(weight)
 
@@ -561,8 +568,8 @@ def test_packed_again_with_references_to_what_had_another_shape_or_dtype(packed:
     held, plain = list(packed.parameters()), make()
     change(packed)
     change(plain)
-    if why_not_here(packed.dtype, force=True) is not None:
-        pytest.skip("this processor multiplies no bfloat16")
+    if not multiplies(packed.dtype):
+        pytest.skip("oneDNN multiplies no bfloat16 on this processor")
     hf_spec.pack(packed, force=True)
     assert is_packed(packed)
     assert [(one.shape, one.dtype) for one in packed.parameters()] == [

@@ -10,6 +10,7 @@ import pytest
 import torch
 from architectures import build, prompts
 from golden import load_draft, load_target
+from layouts import take_layout
 from lengths import force_lengths
 from test_distribution_end_to_end import distribution, guesser, sample
 from test_ngram import news
@@ -22,7 +23,6 @@ from hf_spec import DraftContext, HybridSpeculator, NgramSpeculator, Speculation
 from hf_spec.decode import draft_length
 from hf_spec.decode.draft_length import Situation, draft_length_policy, most_nodes
 from hf_spec.drafts.trees import grow
-from hf_spec.packing import packing
 from hf_spec.parallel import ModelParallelGroup
 from hf_spec.policy.acceptance import AcceptanceEstimator
 from hf_spec.policy.adaptive import AdaptiveLength
@@ -175,7 +175,7 @@ def test_with_a_seed_a_second_token_costs_nothing_more_in_blocks_alone(monkeypat
 
     found = {"plain": second_token()}
     for name in ("kept", "in blocks"):
-        monkeypatch.setattr(packing, "is_better_kept", lambda weight, name=name: name == "kept")
+        take_layout(name, monkeypatch)
         with hf_spec.packed(model, force=True) as report:
             assert report.packed
             found[name] = second_token()

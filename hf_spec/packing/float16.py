@@ -1,0 +1,177 @@
+"""Weights as float16 numbers in FBGEMM's layout, for processors with AVX2 alone.
+
+oneDNN multiplies no half precision there, and torch's own product takes six times as long for six rows as for one.
+FBGEMM reads float16 numbers, and multiplies and adds up in float32. A weight is stored so if float16 holds its values:
+those in float16 and bfloat16, and those in float32 that were loaded from a checkpoint in half precision.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from .graphs import quick_operator
+from .layout import bits_of
+
+HALF = (torch.bfloat16, torch.float16)
+ENGINES = ("fbgemm", "x86")  # of torch.backends.quantized, that make FBGEMM's layout
+AT_ONCE = 1 << 22  # values of a block; while it is made, they are in memory as float32
+COMPARED = 1 << 16  # values that are compared at a time
+WIDTH = 16  # outputs that FBGEMM stores together
+LARGEST = 15  # power of two below which the largest value is brought, as float16 ends at 2 ** 16
+FACTORS = 40  # the largest and the least power of two that values are multiplied by
+ROUNDED = 1 / 1024  # share of the values that may be too small for float16
+LEAST = 2.0**-25  # half of the least number of float16, which such values are rounded by at most
+
+
+class Float16Weight:
+    """A weight (outputs, inputs) of ``dtype``, as float16 numbers times a power of two.
+
+    bfloat16 has a wider range than float16, so values are multiplied by a power of two first. Very few values are
+    still rounded, by less than 2 ** -39 of the largest one. ``dense`` has their own bits. ``table`` holds the same
+    values in half precision, for a weight in float32 that is looked up in.
+    """
+
+    def __init__(self, weight: Tensor, factor: float, table: Tensor | None) -> None:
+        self.shape, self.dtype, self.table = weight.shape, weight.dtype, table
+        self.scale = torch.tensor([1 / factor])  # of one dimension, so that half precision times it is float32
+        self._blocks, self._rounded = [], []
+        for part in weight.split(_rows_at_once(weight)):
+            self._blocks.append(torch.ops.quantized.linear_prepack_fp16(part.float() * factor, None))
+            several = enumerate(part.flatten().split(COMPARED))
+            found = [_are_rounded(values, factor).nonzero().flatten() + COMPARED * n for n, values in several]
+            self._rounded.append((places := torch.cat(found), part.flatten()[places]))
+        self._divided = self._blocks[0], self._blocks[1:]  # torch takes several microseconds to read a list
+        self.in_graphs = torch.empty(0)  # stands for the weight where torch.compile takes nothing but tensors
+        self.in_graphs.blocks = self._divided  # type: ignore[attr-defined]
+
+    @property
+    def nbytes(self) -> int:
+        """Return the size in bytes."""
+        return 2 * self.shape.numel() + (0 if self.table is None else self.table.nbytes)
+
+    def product(self, states: Tensor, bias: Tensor | None) -> Tensor:
+        """Multiply ``states`` (..., inputs) by the transpose of the weight, and add ``bias``."""
+        rows = states if states.ndim > 1 else states[None]
+        found: Tensor = _scripted()(rows, *self._divided, self.scale, bias)
+        return found if states.ndim > 1 else found[0]
+
+    def rows(self, ids: Tensor) -> Tensor:
+        """Return the rows ``ids``, of any shape: (*ids.shape, inputs)."""
+        table = self.dense() if self.table is None else self.table
+        return functional.embedding(ids, table).to(self.dtype)
+
+    def dense(self) -> Tensor:
+        """Return a copy of the values, with the bits they had."""
+        if self.table is not None:
+            return self.table.to(self.dtype)
+        return torch.cat(list(map(self._part, self._blocks, self._rounded)))
+
+    def _part(self, block: Any, rounded: tuple[Tensor, Tensor]) -> Tensor:
+        values: Tensor = (torch.ops.quantized.linear_unpack_fp16(block)[0] * self.scale).to(self.dtype)
+        places, own = rounded
+        values.view(-1)[places] = own
+        return values
+
+
+def float16_weight(weight: Tensor, is_looked_up: bool) -> Float16Weight | None:
+    """Return ``weight`` (outputs, inputs) as float16 numbers; ``None`` if they would have other values."""
+    factor = _factor_of(weight)
+    rounded = 0
+    if not factor:
+        return None
+    for values in weight.flatten().split(COMPARED):
+        small = values[_are_rounded(values, factor)].float() * factor
+        rounded += len(small)
+        if rounded > ROUNDED * weight.numel() or not bool(((small - small.half().float()).abs() <= LEAST).all()):
+            return None
+    table = _table_of(weight) if is_looked_up else None
+    return None if is_looked_up and table is None else Float16Weight(weight, factor, table)
+
+
+def is_better_in_float16(weight: Tensor, is_looked_up: bool) -> bool:
+    """Tell whether products with ``weight`` are faster as float16 numbers, and it takes no more memory then.
+
+    In half precision, a weight that is looked up in would be stored twice.
+    """
+    return (
+        torch.backends.cpu.get_cpu_capability() == "AVX2"  # no other processor was measured
+        and "fbgemm" in torch.backends.quantized.supported_engines
+        and torch.backends.quantized.engine in ENGINES
+        and len(weight) % WIDTH == 0
+        and (not is_looked_up if weight.dtype in HALF else weight.dtype is torch.float32)
+    )
+
+
+def product_in_graphs(states: Tensor, weight: Float16Weight, bias: Tensor | None) -> Tensor:
+    """Do as ``Float16Weight.product`` in a graph, which joins all but the product with other operations."""
+    found: Tensor = _blocks_product(states * weight.scale, weight.in_graphs, weight.shape[0])
+    return (found if bias is None else found + bias).to(states.dtype)
+
+
+def _factor_of(weight: Tensor) -> float:
+    """Return the power of two that brings the largest value just below the end of float16; 0 if one is infinite."""
+    least, most = weight.aminmax()
+    largest = torch.maximum(-least, most).float()
+    if not largest.isfinite():
+        return 0.0
+    exponent = LARGEST - int(largest.frexp().exponent) if largest and weight.dtype is not torch.float16 else 0
+    return float(2.0 ** max(-FACTORS, min(FACTORS, exponent)))
+
+
+def _are_rounded(part: Tensor, factor: float) -> Tensor:
+    """Tell which values of ``part`` have other bits after they were stored in float16, times ``factor``."""
+    stored = ((part.float() * factor).half().float() / factor).to(part.dtype)
+    return bits_of(stored) != bits_of(part)
+
+
+def _table_of(weight: Tensor) -> Tensor | None:
+    """Return the values in half precision, or ``None`` if they have none there."""
+    tables = (weight.to(dtype) for dtype in HALF)
+    return next((one for one in tables if torch.equal(bits_of(one.to(weight.dtype)), bits_of(weight))), None)
+
+
+def _rows_at_once(weight: Tensor) -> int:
+    return max(WIDTH, AT_ONCE // weight.shape[1] // WIDTH * WIDTH)
+
+
+@functools.cache
+def _scripted() -> Callable[..., Tensor]:
+    """Return ``_multiply`` without Python in between: torch.ops takes 15 microseconds to look at such a block."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        scripted: Callable[..., Tensor] = torch.jit.script(_multiply)
+    return scripted
+
+
+def _multiply(
+    states: Tensor,
+    block: torch.classes.quantized.LinearPackedParamsBase,  # type: ignore[name-defined]
+    others: list[torch.classes.quantized.LinearPackedParamsBase],  # type: ignore[name-defined]
+    scale: Tensor | None,
+    bias: Tensor | None,
+) -> Tensor:
+    rows = states if scale is None else states * scale
+    found = torch.ops.quantized.linear_dynamic_fp16(rows, block)
+    if len(others) > 0:
+        parts = [found]
+        for other in others:
+            parts.append(torch.ops.quantized.linear_dynamic_fp16(rows, other))
+        found = torch.cat(parts, -1)
+    if bias is not None:
+        found.add_(bias)
+    return found.to(states.dtype)  # type: ignore[no-any-return]
+
+
+_blocks_product = quick_operator(
+    "blocks_product",
+    "Tensor states, Tensor weight, int outputs",
+    lambda states, weight, outputs: _scripted()(states, *weight.blocks, None, None),
+    lambda states, weight, outputs: states.new_empty(*states.shape[:-1], outputs),
+)

@@ -1,0 +1,184 @@
+"""Weights as float16 numbers: their products, and the bits they come back with."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import hf_spec
+from hf_spec.invariance.rows import SIZES, agreeing_sizes
+from hf_spec.packing import float16, kept, packing
+from hf_spec.packing.float16 import WIDTH, Float16Weight, float16_weight, is_better_in_float16
+from hf_spec.packing.kept import CONVERTED, half_product
+from hf_spec.packing.layout import same_bits
+from hf_spec.packing.packing import is_packed, multiplies
+
+pytestmark = pytest.mark.skipif(
+    "fbgemm" not in torch.backends.quantized.supported_engines, reason="torch was built without FBGEMM"
+)
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+EVERY = (*DTYPES, "float16 in float32")
+
+
+def made(dtype: torch.dtype | str, outputs: int = 48, inputs: int = 64, scale: float = 0.02) -> Tensor:
+    """Draw values of ``dtype``; those in float32 are of bfloat16, or of float16 where it says so."""
+    torch.manual_seed(0)
+    values = torch.randn(outputs, inputs) * scale
+    if dtype == "float16 in float32":
+        return values.half().float()
+    assert isinstance(dtype, torch.dtype)
+    return values.bfloat16().float() if dtype is torch.float32 else values.to(dtype)
+
+
+@pytest.mark.parametrize("is_looked_up", [False, True])
+@pytest.mark.parametrize("scale", [1e-30, 1e-4, 0.02, 3.0, 1e6])
+@pytest.mark.parametrize("dtype", EVERY, ids=str)
+def test_values_come_back_with_their_bits(
+    dtype: torch.dtype | str, scale: float, is_looked_up: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some are too small for float16, or are zeros with a sign."""
+    monkeypatch.setattr(float16, "AT_ONCE", 64 * WIDTH)  # three blocks
+    weight = made(dtype, scale=scale)
+    odd = torch.tensor([-0.0, scale * 2.0**-34, -scale * 2.0**-40, 0.0]).bfloat16().to(weight.dtype)
+    weight[7, :2], weight[40, 3:5] = odd[:2], odd[2:]
+    found = float16_weight(weight, is_looked_up)
+    is_far_off = dtype in (torch.bfloat16, torch.float32) and scale == 1e-30  # from what float16 has
+    has_no_table = dtype == "float16 in float32" and is_looked_up and scale != 1e-30  # for the small ones
+    if is_far_off or has_no_table or not weight.isfinite().all():
+        assert found is None
+        return
+    assert found is not None
+    assert same_bits(found.dense(), weight)
+    ids = torch.tensor([[7, 0], [47, 40]])
+    assert same_bits(found.rows(ids), weight[ids])
+    if is_looked_up:
+        with pytest.raises(IndexError):
+            found.rows(torch.tensor([48]))
+    assert found.nbytes == weight.numel() * (4 if is_looked_up else 2)
+
+
+@pytest.mark.parametrize(
+    "value", [torch.nan, torch.inf, 1 + 2.0**-12, 1e-9], ids=["nan", "inf", "more digits", "many small ones"]
+)
+def test_values_that_float16_has_not_are_refused(value: float) -> None:
+    weight = made(torch.float32)
+    assert float16_weight(weight, False) is not None
+    weight[3, :10] = value * (1 + 2.0**-7)
+    assert float16_weight(weight, False) is None
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("blocks", [1, 3])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_each_number_of_rows_is_right(
+    dtype: torch.dtype, blocks: int, bias: bool, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inputs = 200
+    monkeypatch.setattr(float16, "AT_ONCE", (9600 // blocks) * inputs)
+    weight, added = made(dtype, 9600, inputs), torch.randn(9600).to(dtype) if bias else None
+    found = float16_weight(weight, False)
+    assert found is not None and len(found._blocks) == blocks
+    assert compare(lambda states: found.product(states, added), weight, added, threads)
+    other = made(dtype, 9600, inputs) * 2
+    assert not compare(lambda states: found.product(states, added), other, added, threads)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_a_half_that_is_kept_is_multiplied_in_float32(dtype: torch.dtype, bias: bool, threads: int) -> None:
+    weight = made(dtype, 9601, 200)
+    assert weight.numel() > 3 * CONVERTED
+    added = torch.randn(9601).to(dtype) if bias else None
+    assert compare(lambda states: half_product(states, weight, added), weight, added, threads)
+    assert not compare(lambda states: half_product(states, weight * 2, added), weight, added, threads)
+
+
+def compare(product: object, weight: Tensor, bias: Tensor | None, threads: int) -> bool:
+    """Tell whether products are as close to those in double precision as their dtype allows.
+
+    torch may round a product before it adds a bias, and then rounds again.
+    """
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    close = True
+    try:
+        for shape in ((1,), (1, 1), (2,), (1, 3), (2, 2), (5,), (3, 17), (64,), (130,)):
+            states = torch.randn(*shape, weight.shape[1]).to(weight.dtype)
+            wanted = states.double() @ weight.double().T + (0 if bias is None else bias.double())
+            for given in (states, states.repeat_interleave(2, -1)[..., ::2]):
+                found = product(given)  # type: ignore[operator]
+                assert found.shape == wanted.shape and found.dtype is weight.dtype and found.is_contiguous()
+                most = {torch.float32: 2e-6, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}[weight.dtype]
+                size = wanted.abs() + (0 if bias is None else bias.abs())
+                close &= bool(((found.double() - wanted).abs() <= 2 * most * size + 2e-6).all())
+    finally:
+        torch.set_num_threads(before)
+    return close
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_three_rows_have_the_bits_of_more(dtype: torch.dtype) -> None:
+    """So the exact mode computes one row as three, and few numbers of rows as the next one."""
+    found = float16_weight(made(dtype, 512, 256), False)
+    assert found is not None
+    sizes = agreeing_sizes(lambda rows: found.product(rows, None), torch.randn(64, 256).to(dtype))
+    assert {3, 4, 5, 6, 8, 12, 16, 24, 48, 64} <= set(sizes) <= set(SIZES)
+
+
+def test_the_processor_the_dtype_and_the_use_decide(monkeypatch: pytest.MonkeyPatch) -> None:
+    full, half = made(torch.float32), made(torch.bfloat16)
+    for capability in ("AVX512", "DEFAULT"):
+        monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda name=capability: name)
+        assert not is_better_in_float16(full, False) and not is_better_in_float16(half, False)
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
+    assert is_better_in_float16(full, False) and is_better_in_float16(full, True)
+    assert is_better_in_float16(half, False) and not is_better_in_float16(half, True)  # it would be stored twice
+    assert not is_better_in_float16(full[:40], False)  # FBGEMM would pad it
+    assert not is_better_in_float16(full.double(), False)
+    engine = torch.backends.quantized.engine
+    try:
+        torch.backends.quantized.engine = "qnnpack"
+        assert not is_better_in_float16(full, False)
+    finally:
+        torch.backends.quantized.engine = engine
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_pack_takes_it(dtype: torch.dtype, is_tied: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if dtype is not torch.float32 and multiplies(dtype):
+        monkeypatch.setattr(packing, "multiplies", lambda dtype: False)
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
+    head = nn.Linear(256, 512, bias=False)
+    head.weight.data = made(dtype, 512, 256)
+    model = nn.ModuleDict({"head": head, "table": nn.Embedding(512, 256)})
+    if is_tied:
+        model["table"].weight = head.weight
+    plain, states, ids = head.weight.detach().clone(), torch.randn(6, 256).to(dtype), torch.arange(500, 512)
+    for _ in range(2):
+        report = hf_spec.pack(model)
+        assert is_packed(head) and len(report.packed) == 1, report
+        storage = head.weight._storage
+        is_stored = isinstance(storage.packed, Float16Weight)
+        assert is_stored == (dtype is torch.float32 or not is_tied) and (storage.kept_for > 0) == (not is_stored)
+        with torch.no_grad():
+            wanted = (states.double() @ plain.double().T).to(dtype)
+            assert torch.allclose(head(states), wanted, rtol=2**-7, atol=1e-5)
+            if is_tied:
+                assert same_bits(model["table"](ids), plain[ids])
+        assert is_packed(head)
+        hf_spec.unpack(model)
+        assert same_bits(head.weight.detach(), plain)
+
+
+def test_without_mkl_a_half_that_is_looked_up_is_left_plain(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
+    monkeypatch.setattr(packing, "multiplies", lambda dtype: False)
+    monkeypatch.setattr(kept.torch.backends.mkl, "is_available", lambda: False)
+    model = nn.ModuleDict({"head": nn.Linear(256, 512, bias=False).bfloat16(), "table": nn.Embedding(512, 256)})
+    model["table"].weight = model["head"].weight
+    assert "oneDNN multiplies no bfloat16" in str(hf_spec.pack(model))
+    assert not is_packed(model)
