@@ -6,6 +6,8 @@
 The model is a Llama of random weights, which cost as much as trained ones. A forward reads some tokens without a text
 before them. A figure is the least of all turns. Where ``pack`` leaves all weights plain, they are packed by force,
 because such a processor is worth a look, too. Rows that the raw file has are not measured again.
+
+The dtype "float32/bfloat16" is float32 with values of bfloat16, as in a checkpoint of that dtype.
 """
 
 from __future__ import annotations
@@ -41,7 +43,8 @@ def least(model: Any, ids: torch.Tensor, times: int) -> float:
 
 def measure(shape: str, dtype: str, args: argparse.Namespace) -> dict[str, dict[str, float]]:
     """Return the milliseconds of forwards, plain and packed, by the number of tokens."""
-    model = model_of(shape, getattr(torch, dtype))
+    own, _, values = dtype.partition("/")
+    model = model_of(shape, getattr(torch, values or own)).to(getattr(torch, own))
     found: dict[str, dict[str, float]] = {"plain": {}, "packed": {}}
     for _ in range(args.turns):
         for way, times in found.items():
@@ -70,7 +73,7 @@ def table(content: dict[str, Any]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["smollm2-135m"])
-    parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
+    parser.add_argument("--dtypes", nargs="+", default=["float32/bfloat16", "bfloat16"])
     parser.add_argument("--tokens", type=int, nargs="+", default=[1, 2, 4, 6, 8, 16, 32, 64])
     parser.add_argument("--cores", type=int, nargs="+", default=[1])
     parser.add_argument("--times", type=int, default=4, help="forwards of each number of tokens in a turn")

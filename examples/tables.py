@@ -286,6 +286,13 @@ TABLES = {
         below_its_machine(packed_forwards.table),
         "packed_forwards",
         "packed",
+        "--shapes smollm2-135m llama-1b --dtypes float32/bfloat16 bfloat16 --tokens 1 2 4 6 8 16 64 --cores 1 2 "
+        "--turns 1",
+    ),
+    "packed-float32": script_file(
+        below_its_machine(packed_forwards.table),
+        "packed_forwards",
+        "packed-float32",
         "--shapes smollm2-135m llama-1b --dtypes float32 --tokens 1 2 4 6 8 16 64 --cores 1 2 --turns 2",
     ),
     "padded": script_file(below_its_machine(padded_prompts.table), "padded_prompts", "padded"),

@@ -21,7 +21,7 @@ from transformers.activations import ACT2CLS
 from transformers.modeling_utils import AttentionInterface
 from transformers.pytorch_utils import Conv1D
 
-from ..packing.weight import PackedWeight
+from ..packing.weight import PackedWeight, layout_of
 from ..scoring.adapters import active_adapters, base_model
 from ..scoring.features import decoder_of
 from ..scoring.graphs import is_compiled
@@ -56,7 +56,7 @@ class _Kind:
     inputs: int
     outputs: int
     dtype: torch.dtype
-    weights: tuple[tuple[type, Hashable, int], ...]  # the class of each, its strides, and how it is aligned
+    weights: tuple[tuple[Hashable, Hashable, int], ...]  # the layout of each, its strides, and how it is aligned
     device: torch.device
     settings: Hashable  # of torch
 
@@ -496,7 +496,7 @@ def _kind(module: nn.Module, states: Tensor | None, device: torch.device) -> _Ki
         assert states is not None
         inputs = outputs = states.shape[-1]
     dtype = weights[0].dtype if states is None else states.dtype
-    layouts = tuple((type(one), one.stride(), address(one) % ALIGNMENT) for one in weights)
+    layouts = tuple((layout_of(one), one.stride(), address(one) % ALIGNMENT) for one in weights)
     forward, settings = type(module).forward, settings_of_torch()
     return _Kind(type(module), forward, inputs, outputs, dtype, layouts, device, settings)
 

@@ -22,10 +22,10 @@ from .layout import bits_of
 HALF = (torch.bfloat16, torch.float16)
 ENGINES = ("fbgemm", "x86")  # of torch.backends.quantized, that make FBGEMM's layout
 AT_ONCE = 1 << 22  # values of a block; while it is made, they are in memory as float32
-COMPARED = 1 << 16  # values that are compared at a time
+COMPARED = 1 << 18  # values that are compared at a time
 WIDTH = 16  # outputs that FBGEMM stores together
 LARGEST = 15  # power of two below which the largest value is brought, as float16 ends at 2 ** 16
-FACTORS = 40  # the largest and the least power of two that values are multiplied by
+FACTORS = 40  # powers of two that values are multiplied or divided by, at most
 ROUNDED = 1 / 1024  # share of the values that may be too small for float16
 LEAST = 2.0**-25  # half of the least number of float16, which such values are rounded by at most
 
@@ -63,9 +63,9 @@ class Float16Weight:
         return found if states.ndim > 1 else found[0]
 
     def rows(self, ids: Tensor) -> Tensor:
-        """Return the rows ``ids``, of any shape: (*ids.shape, inputs)."""
-        table = self.dense() if self.table is None else self.table
-        return functional.embedding(ids, table).to(self.dtype)
+        """Return the rows ``ids`` of the table, of any shape: (*ids.shape, inputs)."""
+        assert self.table is not None
+        return functional.embedding(ids, self.table).to(self.dtype)
 
     def dense(self) -> Tensor:
         """Return a copy of the values, with the bits they had."""

@@ -34,7 +34,7 @@ ONEDNN = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldn
 class Packing:
     """What ``pack`` did: the weights ``packed`` by name, and those ``left`` plain, each with the reason.
 
-    ``bytes`` is the size of the packed weights. ``str()`` is one line for people.
+    ``bytes`` is the size that packed weights take. ``str()`` is one line for people.
     """
 
     packed: list[str] = field(default_factory=list)
@@ -77,7 +77,7 @@ class _Found:
 
 
 def pack(*models: Any, force: bool = False) -> Packing:
-    """Reorder the large linear layers of ``models`` for oneDNN, once, so that their forwards on a CPU are faster.
+    """Reorder the large linear layers of ``models`` once, so that their forwards on a CPU are faster.
 
     ``models`` are a target and its drafts: modules, or speculators with or without weights. The plain weights are let
     go; ``unpack`` brings back the same bits. A weight is left plain, and named in the result, where packing cannot

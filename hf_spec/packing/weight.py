@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar, cast
 
@@ -285,6 +285,13 @@ def _product(
 def values_of(weight: Tensor) -> Tensor:
     """Return ``weight`` to be read only: a plain copy if it is packed, which it stays."""
     return weight._storage.dense() if isinstance(weight, PackedWeight) else weight.detach()
+
+
+def layout_of(weight: Tensor) -> Hashable:
+    """Return what decides how products with ``weight`` are computed, apart from its shape and dtype."""
+    if not isinstance(weight, PackedWeight):
+        return type(weight)
+    return type(weight), type(weight._storage.packed), weight._storage.kept_for
 
 
 def parameters_of(owner: Any) -> dict[str, Any]:

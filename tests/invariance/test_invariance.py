@@ -159,6 +159,20 @@ def test_so_it_is_with_packed_weights_and_one_plain_one_among_them(
         assert sum(invariance.products.values()) == 15
 
 
+def test_weights_of_one_shape_in_two_layouts_are_tried_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One row in oneDNN's blocks has the bits of several, and one in float16 numbers has not."""
+    take_layout("float16", monkeypatch)
+    model = target(num_hidden_layers=2, hidden_size=256, intermediate_size=512, vocab_size=512).bfloat16().float()
+    with torch.no_grad():
+        for weight in model.model.layers[0].parameters():
+            weight.mul_(1 + 2.0**-12)  # more digits than float16 has
+    with hf_spec.packed(model, force=True) as report:
+        first, second = (one.mlp.up_proj.weight._storage.packed for one in model.model.layers)
+        assert len(report.packed) == 15 and type(first) is not type(second)
+        with hf_spec.invariant(model):
+            compare(model, "tree", "three")
+
+
 def test_real_blocks_of_keys_make_no_difference() -> None:
     model, inputs = target(num_hidden_layers=2), prompts(2, (124, 90))
     with hf_spec.invariant(model):
