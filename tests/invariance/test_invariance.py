@@ -166,9 +166,9 @@ def test_weights_of_one_shape_in_two_layouts_are_tried_apart(monkeypatch: pytest
     with torch.no_grad():
         for weight in model.model.layers[0].parameters():
             weight.mul_(1 + 2.0**-12)  # more digits than float16 has
-    with hf_spec.packed(model, force=True) as report:
+    with hf_spec.packed(model, force=True):
         first, second = (one.mlp.up_proj.weight._storage.packed for one in model.model.layers)
-        assert len(report.packed) == 15 and type(first) is not type(second)
+        assert type(first) is not type(second)
         with hf_spec.invariant(model):
             compare(model, "tree", "three")
 
