@@ -16,4 +16,6 @@ def take_layout(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         return name == layout and weight.dtype is torch.float32
 
     monkeypatch.setattr(packing, "is_better_kept", lambda weight: is_taken("kept", weight))
-    monkeypatch.setattr(packing, "is_better_in_float16", lambda weight, is_looked_up: is_taken("float16", weight))
+    monkeypatch.setattr(
+        packing, "is_better_in_float16", lambda weight, is_looked_up, spare: is_taken("float16", weight)
+    )

@@ -63,7 +63,7 @@ class Situation:
 
     @functools.cached_property
     def is_in_blocks(self) -> bool:
-        """Tell whether the target has packed weights, and all of them have oneDNN's layout."""
+        """Tell whether the target has packed weights, and none of them keeps torch's layout."""
         return self.is_packed and not any(
             isinstance(one, PackedWeight) and one._storage.kept_for for one in weights_of(self.target)
         )

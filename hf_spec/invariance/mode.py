@@ -504,16 +504,18 @@ def _kind(module: nn.Module, states: Tensor | None, device: torch.device) -> _Ki
 def _compute_in(module: nn.Module, sizes: tuple[int, ...], threads: int, watched: _Settings | None) -> Undo:
     """Let ``module`` compute ``sizes`` of rows at a time; return what undoes that."""
     own, kind = module.__dict__.get("forward"), type(module)
-    weight: Any = type(module._parameters.get("weight"))
+    weight = module._parameters.get("weight")
+    layout = layout_of(weight)
     # Packed weights, which are slow to ask, become plain before their dtype changes.
-    dtype = None if weight is PackedWeight else getattr(module._parameters.get("weight"), "dtype", None)
+    dtype = None if isinstance(weight, PackedWeight) else getattr(weight, "dtype", None)
+    del weight  # the forward holds none
     compute_rows: Any = mixture_in_sizes if is_mixture(module) else in_sizes
     if isinstance(module, CONVOLUTIONS):
         compute_rows = one_by_one
 
     def forward(self: nn.Module, states: Tensor) -> Any:
         held = self._parameters.get("weight")
-        if type(held) is not weight:
+        if layout_of(held) != layout:
             raise ExplainedError("a weight was packed or unpacked while the model is invariant; do that before")
         if dtype is not None and held is not None and held.dtype is not dtype:
             raise ExplainedError(

@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,9 +22,10 @@ HALF = (torch.bfloat16, torch.float16)
 ENGINES = ("fbgemm", "x86")  # of torch.backends.quantized, that make FBGEMM's layout
 AT_ONCE = 1 << 22  # values of a block; while it is made, they are in memory as float32
 COMPARED = 1 << 18  # values that are compared at a time
-WIDTH = 16  # outputs that FBGEMM stores together
+WIDTH, DEPTH = 16, 512  # FBGEMM pads outputs and inputs to multiples of these
 LARGEST = 15  # power of two below which the largest value is brought, as float16 ends at 2 ** 16
 FACTORS = 40  # powers of two that values are multiplied or divided by, at most
+MOST_MEMORY = 1.05  # of a packed weight, as a share of the plain one
 ROUNDED = 1 / 1024  # share of the values that may be too small for float16
 LEAST = 2.0**-25  # half of the least number of float16, which such values are rounded by at most
 
@@ -40,21 +40,22 @@ class Float16Weight:
 
     def __init__(self, weight: Tensor, factor: float, table: Tensor | None) -> None:
         self.shape, self.dtype, self.table = weight.shape, weight.dtype, table
-        self.scale = torch.tensor([1 / factor])  # of one dimension, so that half precision times it is float32
+        # of one dimension, so that half precision times it is float32
+        self.scale = torch.tensor([1 / factor], dtype=torch.float32, device="cpu")
         self._blocks, self._rounded = [], []
-        for part in weight.split(_rows_at_once(weight)):
-            self._blocks.append(torch.ops.quantized.linear_prepack_fp16(part.float() * factor, None))
-            several = enumerate(part.flatten().split(COMPARED))
-            found = [_are_rounded(values, factor).nonzero().flatten() + COMPARED * n for n, values in several]
-            self._rounded.append((places := torch.cat(found), part.flatten()[places]))
+        for block in weight.split(_rows_for(weight, AT_ONCE)):
+            self._blocks.append(torch.ops.quantized.linear_prepack_fp16(block.float() * factor, None))
+            found = [_are_rounded(part, factor).flatten() for part in block.split(_rows_for(weight, COMPARED))]
+            self._rounded.append((places := torch.cat(found).nonzero().flatten(), block.flatten()[places]))
         self._divided = self._blocks[0], self._blocks[1:]  # torch takes several microseconds to read a list
-        self.in_graphs = torch.empty(0)  # stands for the weight where torch.compile takes nothing but tensors
+        self.in_graphs = torch.empty(0, device="cpu")  # stands for the weight where torch.compile takes only tensors
         self.in_graphs.blocks = self._divided  # type: ignore[attr-defined]
+        _scripted()  # compiled now, and not by several threads in their first forwards
 
     @property
     def nbytes(self) -> int:
         """Return the size in bytes."""
-        return 2 * self.shape.numel() + (0 if self.table is None else self.table.nbytes)
+        return bytes_in_float16(self.shape, 0 if self.table is None else self.table.nbytes)
 
     def product(self, states: Tensor, bias: Tensor | None) -> Tensor:
         """Multiply ``states`` (..., inputs) by the transpose of the weight, and add ``bias``."""
@@ -71,13 +72,14 @@ class Float16Weight:
         """Return a copy of the values, with the bits they had."""
         if self.table is not None:
             return self.table.to(self.dtype)
-        return torch.cat(list(map(self._part, self._blocks, self._rounded)))
-
-    def _part(self, block: Any, rounded: tuple[Tensor, Tensor]) -> Tensor:
-        values: Tensor = (torch.ops.quantized.linear_unpack_fp16(block)[0] * self.scale).to(self.dtype)
-        places, own = rounded
-        values.view(-1)[places] = own
-        return values
+        found = torch.empty(self.shape, dtype=self.dtype, device="cpu")
+        first = 0
+        for block, (places, values) in zip(self._blocks, self._rounded, strict=True):
+            own = block.unpack()[0] * self.scale  # (some outputs, inputs), in float32
+            part = found[first : first + len(own)].copy_(own)
+            part.view(-1)[places] = values
+            first += len(own)
+        return found
 
 
 def float16_weight(weight: Tensor, is_looked_up: bool) -> Float16Weight | None:
@@ -86,8 +88,8 @@ def float16_weight(weight: Tensor, is_looked_up: bool) -> Float16Weight | None:
     rounded = 0
     if not factor:
         return None
-    for values in weight.flatten().split(COMPARED):
-        small = values[_are_rounded(values, factor)].float() * factor
+    for part in weight.split(_rows_for(weight, COMPARED)):
+        small = part[_are_rounded(part, factor)].float() * factor
         rounded += len(small)
         if rounded > ROUNDED * weight.numel() or not bool(((small - small.half().float()).abs() <= LEAST).all()):
             return None
@@ -95,34 +97,43 @@ def float16_weight(weight: Tensor, is_looked_up: bool) -> Float16Weight | None:
     return None if is_looked_up and table is None else Float16Weight(weight, factor, table)
 
 
-def is_better_in_float16(weight: Tensor, is_looked_up: bool) -> bool:
-    """Tell whether products with ``weight`` are faster as float16 numbers, and it takes no more memory then.
+def is_better_in_float16(weight: Tensor, is_looked_up: bool, spare: int) -> bool:
+    """Tell whether products with ``weight`` are faster as float16 numbers, and there is memory for it.
 
-    In half precision, a weight that is looked up in would be stored twice.
+    ``spare`` are the bytes that other weights of the model no longer take.
     """
     return (
         torch.backends.cpu.get_cpu_capability() == "AVX2"  # no other processor was measured
         and "fbgemm" in torch.backends.quantized.supported_engines
         and torch.backends.quantized.engine in ENGINES
         and len(weight) % WIDTH == 0
-        and (not is_looked_up if weight.dtype in HALF else weight.dtype is torch.float32)
+        and weight.dtype in (torch.float32, *HALF)
+        and bytes_in_float16(weight.shape, 2 * weight.numel() if is_looked_up else 0)
+        <= MOST_MEMORY * weight.nbytes + max(0, spare)
     )
+
+
+def bytes_in_float16(shape: torch.Size, table: int) -> int:
+    """Return the bytes of a weight of ``shape`` (outputs, inputs) with a ``table`` of so many bytes."""
+    return 2 * shape[0] * -(-shape[1] // DEPTH) * DEPTH + table
 
 
 def product_in_graphs(states: Tensor, weight: Float16Weight, bias: Tensor | None) -> Tensor:
     """Do as ``Float16Weight.product`` in a graph, which joins all but the product with other operations."""
+    if states.ndim == 1:
+        return product_in_graphs(states[None], weight, bias)[0]
     found: Tensor = _blocks_product(states * weight.scale, weight.in_graphs, weight.shape[0])
     return (found if bias is None else found + bias).to(states.dtype)
 
 
 def _factor_of(weight: Tensor) -> float:
-    """Return the power of two that brings the largest value just below the end of float16; 0 if one is infinite."""
+    """Return the power of two that brings the largest value just below the end of float16; 0 if there is none."""
     least, most = weight.aminmax()
     largest = torch.maximum(-least, most).float()
     if not largest.isfinite():
         return 0.0
     exponent = LARGEST - int(largest.frexp().exponent) if largest and weight.dtype is not torch.float16 else 0
-    return float(2.0 ** max(-FACTORS, min(FACTORS, exponent)))
+    return 2.0**exponent if abs(exponent) <= FACTORS else 0.0
 
 
 def _are_rounded(part: Tensor, factor: float) -> Tensor:
@@ -133,12 +144,16 @@ def _are_rounded(part: Tensor, factor: float) -> Tensor:
 
 def _table_of(weight: Tensor) -> Tensor | None:
     """Return the values in half precision, or ``None`` if they have none there."""
-    tables = (weight.to(dtype) for dtype in HALF)
-    return next((one for one in tables if torch.equal(bits_of(one.to(weight.dtype)), bits_of(weight))), None)
+    parts = weight.split(_rows_for(weight, COMPARED))
+    for dtype in HALF:
+        if all(torch.equal(bits_of(part.to(dtype).to(weight.dtype)), bits_of(part)) for part in parts):
+            return weight.to(dtype)
+    return None
 
 
-def _rows_at_once(weight: Tensor) -> int:
-    return max(WIDTH, AT_ONCE // weight.shape[1] // WIDTH * WIDTH)
+def _rows_for(weight: Tensor, values: int) -> int:
+    """Return how many rows have so many ``values``, in multiples of what FBGEMM pads to."""
+    return max(WIDTH, values // weight.shape[1] // WIDTH * WIDTH)
 
 
 @functools.cache

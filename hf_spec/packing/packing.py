@@ -16,14 +16,13 @@ from torch._dynamo import OptimizedModule
 from torch.nn.functional import embedding
 
 from .attention import attend_together
-from .float16 import HALF, Float16Weight, float16_weight, is_better_in_float16
+from .float16 import HALF, MOST_MEMORY, Float16Weight, float16_weight, is_better_in_float16
 from .kept import is_better_kept
 from .layout import row_reader
 from .weight import NOT_COMPILED, STORAGE, Owners, PackedWeight, Rows, Storage, lock, parameters_of
 
 LARGE = 1 << 16  # values of a weight from which on packing is worth the while
 ROWS_AT_A_TIME = 16  # the rows that oneDNN chooses the layout for; its layouts for 2 to 1,024 rows were the same
-MOST_MEMORY = 1.05  # of a packed weight, as a share of the plain one: oneDNN pads to its blocks
 
 HELD = "something else holds its weight, such as an optimizer, a list of parameters or a draft that borrows it"
 SUPPORTED = (torch.float32, *HALF)
@@ -34,7 +33,7 @@ ONEDNN = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldn
 class Packing:
     """What ``pack`` did: the weights ``packed`` by name, and those ``left`` plain, each with the reason.
 
-    ``bytes`` is the size that packed weights take. ``str()`` is one line for people.
+    ``bytes`` is the size of packed weights as they are stored. ``str()`` is one line for people.
     """
 
     packed: list[str] = field(default_factory=list)
@@ -127,30 +126,32 @@ def _pack(models: tuple[Any, ...], force: bool) -> tuple[Packing, list[Storage]]
     for network in networks:
         _refuse_compiled(network)
     gc.collect()  # garbage may hold weights
-    report, of_contexts = Packing(), []
-    for found in _weights(networks):
+    report, of_contexts, size, spare = Packing(), [], 0, 0
+    # What is looked up in comes last: it may take the memory that others save.
+    for found in sorted(_weights(networks), key=lambda one: one.is_looked_up):
         if isinstance(found.weight, PackedWeight) and not _is_packed(found.weight):  # a reference that was put back
             found.weight = found.weight.made_plain()
         if not _is_large(found):
             continue
         is_new = not _is_packed(found.weight)
-        if is_new and (reason := _why_not(found, force) or _pack_weight(found)):
+        if is_new and (reason := _why_not(found, force) or _pack_weight(found, spare)):
             report.left[found.name] = reason
             continue
-        if is_new or found.weight._storage.contexts:
-            of_contexts.append(found.weight._storage)
+        storage, plain = found.weight._storage, found.weight.nbytes
+        if is_new or storage.contexts:
+            of_contexts.append(storage)
         report.packed.append(found.name)
+        size, spare = size + storage.nbytes, spare + plain - storage.nbytes
     if report.packed:
         attend_together()
-    size = sum(one.weight._storage.nbytes for one in _weights(networks) if _is_packed(one.weight))
     return replace(report, bytes=size), of_contexts
 
 
-def _pack_weight(found: _Found) -> str | None:
-    """Pack one weight; return why it is left plain."""
+def _pack_weight(found: _Found, spare: int) -> str | None:
+    """Pack one weight, which may take ``spare`` bytes more than before; return why it is left plain."""
     with lock, torch.inference_mode(False), torch.no_grad():
         weight = found.weight
-        values = _values(weight, found.is_looked_up)
+        values = _values(weight, found.is_looked_up, spare)
         if isinstance(values, str):
             return values
         known = getattr(weight, STORAGE, lambda: None)()  # of references from when it was packed before
@@ -169,9 +170,9 @@ def _pack_weight(found: _Found) -> str | None:
     return None
 
 
-def _values(weight: Tensor, is_looked_up: bool) -> tuple[Tensor | Float16Weight, Rows | None] | str:
+def _values(weight: Tensor, is_looked_up: bool, spare: int) -> tuple[Tensor | Float16Weight, Rows | None] | str:
     """Return the values that are multiplied, and what reads rows of them; or else why ``weight`` is left plain."""
-    if is_better_in_float16(weight, is_looked_up):
+    if is_better_in_float16(weight, is_looked_up, spare):
         stored = float16_weight(weight.detach(), is_looked_up)
         if stored is not None:
             return stored, stored.rows if is_looked_up else None

@@ -99,7 +99,8 @@ class Storage:
     def nbytes(self) -> int:
         """Return the size of packed values in bytes."""
         packed = self.packed
-        assert packed is not None
+        if packed is None:  # another thread has unpacked it
+            return 0
         return packed.nbytes if isinstance(packed, Float16Weight) else packed.numel() * packed.itemsize
 
     def take_back(self, plain: nn.Parameter) -> None:
@@ -287,10 +288,10 @@ def values_of(weight: Tensor) -> Tensor:
     return weight._storage.dense() if isinstance(weight, PackedWeight) else weight.detach()
 
 
-def layout_of(weight: Tensor) -> Hashable:
+def layout_of(weight: Tensor | None) -> Hashable:
     """Return what decides how products with ``weight`` are computed, apart from its shape and dtype."""
     if not isinstance(weight, PackedWeight):
-        return type(weight)
+        return cast(Hashable, type(weight))
     return type(weight), type(weight._storage.packed), weight._storage.kept_for
 
 
