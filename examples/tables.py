@@ -286,7 +286,7 @@ TABLES = {
         below_its_machine(packed_forwards.table),
         "packed_forwards",
         "packed",
-        "--shapes smollm2-135m llama-1b --dtypes float32/bfloat16 bfloat16 --tokens 1 2 4 6 8 16 64 --cores 1 2 "
+        "--shapes smollm2-135m llama-1b --dtypes float32/bfloat16 --tokens 1 2 4 6 8 16 64 --cores 1 2 "
         "--turns 1 --times 2",
     ),
     "packed-float32": script_file(
