@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -91,6 +92,14 @@ def is_seeded(device: torch.device) -> bool:
 def set_seed(seed: int, process: int = 0) -> None:
     """Seed torch with 32 bits of any ``seed``, other ones in each ``process``, so that ``is_seeded`` holds."""
     torch.manual_seed((seed + process * 0x9E3779B1) % SMALLEST_RANDOM_SEED)
+
+
+@contextlib.contextmanager
+def other_random_numbers(device: torch.device) -> Iterator[None]:
+    """Restore the random generators of the CPU and ``device`` when the context ends."""
+    accelerators = [] if device.type in ("cpu", "meta") else [device]
+    with torch.random.fork_rng(accelerators, device_type=device.type if accelerators else "cuda"):
+        yield
 
 
 def likeliest(scores: Tensor) -> Tensor:

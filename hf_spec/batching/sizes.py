@@ -5,6 +5,7 @@ transformers' own default allocates most of the machine's memory, whatever other
 
 from __future__ import annotations
 
+import bisect
 import copy
 import math
 from typing import Any
@@ -67,6 +68,20 @@ def has_space(kept: ContinuousBatchingConfig, wanted: ContinuousBatchingConfig, 
     tokens = (kept.num_blocks or 0) * kept.page_size
     longest = hints.max_prompt_length + hints.max_generated_length if hints is not None and is_known(hints) else 0
     return tokens >= longest and 2 * tokens >= (wanted.num_blocks or 0) * wanted.page_size
+
+
+def longest_text(cache: Any) -> int:
+    """Return how many tokens of one text the paged ``cache`` of an engine has room for.
+
+    All kinds of layers take memory from the same sectors, so full attention cannot have every one of them.
+    """
+
+    def is_too_long(tokens: int) -> bool:
+        kinds = cache.cache_allocators.values()
+        sectors = (math.ceil(one.needs_new_blocks("", 0, tokens) / one.blocks_per_sector) for one in kinds)
+        return bool(sum(sectors) > cache.num_sectors)
+
+    return bisect.bisect_left(range(1, cache.max_tokens_read + 1), True, key=is_too_long)
 
 
 def _longest(model: Any, hints: WorkloadHints | None) -> float:

@@ -38,15 +38,16 @@ class Float16Weight:
     values in half precision, for a weight in float32 that is looked up in.
     """
 
-    def __init__(self, weight: Tensor, factor: float, table: Tensor | None) -> None:
+    def __init__(
+        self, weight: Tensor, factor: float, rounded: tuple[Tensor, Tensor], table: Tensor | None = None
+    ) -> None:
+        """Store ``weight`` times ``factor``; ``rounded`` are places and values that come back otherwise."""
         self.shape, self.dtype, self.table = weight.shape, weight.dtype, table
         # of one dimension, so that half precision times it is float32
         self.scale = torch.tensor([1 / factor], dtype=torch.float32, device="cpu")
-        self._blocks, self._rounded = [], []
-        for block in weight.split(_rows_for(weight, AT_ONCE)):
-            self._blocks.append(torch.ops.quantized.linear_prepack_fp16(block.float() * factor, None))
-            found = [_are_rounded(part, factor).flatten() for part in block.split(_rows_for(weight, COMPARED))]
-            self._rounded.append((places := torch.cat(found).nonzero().flatten(), block.flatten()[places]))
+        blocks = weight.split(_rows_for(weight, AT_ONCE))
+        self._blocks = [torch.ops.quantized.linear_prepack_fp16(block.float() * factor, None) for block in blocks]
+        self._rounded = None if table is not None else rounded
         self._divided = self._blocks[0], self._blocks[1:]  # torch takes several microseconds to read a list
         self.in_graphs = torch.empty(0, device="cpu")  # stands for the weight where torch.compile takes only tensors
         self.in_graphs.blocks = self._divided  # type: ignore[attr-defined]
@@ -70,31 +71,33 @@ class Float16Weight:
 
     def dense(self) -> Tensor:
         """Return a copy of the values, with the bits they had."""
-        if self.table is not None:
+        if self._rounded is None:
+            assert self.table is not None
             return self.table.to(self.dtype)
         found = torch.empty(self.shape, dtype=self.dtype, device="cpu")
         first = 0
-        for block, (places, values) in zip(self._blocks, self._rounded, strict=True):
+        for block in self._blocks:
             own = block.unpack()[0] * self.scale  # (some outputs, inputs), in float32
-            part = found[first : first + len(own)].copy_(own)
-            part.view(-1)[places] = values
+            found[first : first + len(own)].copy_(own)
             first += len(own)
+        places, values = self._rounded
+        found.view(-1)[places] = values
         return found
 
 
 def float16_weight(weight: Tensor, is_looked_up: bool) -> Float16Weight | None:
     """Return ``weight`` (outputs, inputs) as float16 numbers; ``None`` if they would have other values."""
     factor = _factor_of(weight)
-    rounded = 0
-    if not factor:
+    rounded = _rounded_values(weight, factor) if factor else None
+    table = _table_of(weight) if is_looked_up and rounded is not None else None
+    if rounded is None or (is_looked_up and table is None):
         return None
-    for part in weight.split(_rows_for(weight, COMPARED)):
-        small = part[_are_rounded(part, factor)].float() * factor
-        rounded += len(small)
-        if rounded > ROUNDED * weight.numel() or not bool(((small - small.half().float()).abs() <= LEAST).all()):
-            return None
-    table = _table_of(weight) if is_looked_up else None
-    return None if is_looked_up and table is None else Float16Weight(weight, factor, table)
+    return Float16Weight(weight, factor, rounded, table)
+
+
+def has_avx2_alone() -> bool:
+    """Tell whether torch runs kernels for AVX2 here, so that oneDNN multiplies no half precision."""
+    return torch.backends.cpu.get_cpu_capability() == "AVX2"
 
 
 def is_better_in_float16(weight: Tensor, is_looked_up: bool, spare: int) -> bool:
@@ -103,7 +106,7 @@ def is_better_in_float16(weight: Tensor, is_looked_up: bool, spare: int) -> bool
     ``spare`` are the bytes that other weights of the model no longer take.
     """
     return (
-        torch.backends.cpu.get_cpu_capability() == "AVX2"  # no other processor was measured
+        has_avx2_alone()  # no other processor was measured
         and "fbgemm" in torch.backends.quantized.supported_engines
         and torch.backends.quantized.engine in ENGINES
         and len(weight) % WIDTH == 0
@@ -136,10 +139,23 @@ def _factor_of(weight: Tensor) -> float:
     return 2.0**exponent if abs(exponent) <= FACTORS else 0.0
 
 
-def _are_rounded(part: Tensor, factor: float) -> Tensor:
-    """Tell which values of ``part`` have other bits after they were stored in float16, times ``factor``."""
-    stored = ((part.float() * factor).half().float() / factor).to(part.dtype)
-    return bits_of(stored) != bits_of(part)
+def _rounded_values(weight: Tensor, factor: float) -> tuple[Tensor, Tensor] | None:
+    """Return which values have other bits after they were stored in float16, times ``factor``: places and values.
+
+    ``None`` if they are too many or too large.
+    """
+    places, values, first = [], [], 0
+    for part in weight.split(_rows_for(weight, COMPARED)):
+        flat = part.flatten()
+        stored = ((flat.float() * factor).half().float() / factor).to(flat.dtype)
+        places.append(first + (found := (bits_of(stored) != bits_of(flat)).nonzero().flatten()))
+        values.append(flat[found])
+        first += len(flat)
+        small = values[-1].float() * factor
+        are_small = bool(((small - small.half().float()).abs() <= LEAST).all())
+        if not are_small or sum(map(len, places)) > ROUNDED * weight.numel():
+            return None
+    return torch.cat(places), torch.cat(values)
 
 
 def _table_of(weight: Tensor) -> Tensor | None:

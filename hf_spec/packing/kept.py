@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from .float16 import HALF
+from .float16 import HALF, has_avx2_alone
 from .graphs import quick_operator
 
 # Measured on an AMD EPYC of Zen 3, with one and two threads, as a share of the time with oneDNN's blocks: one token
@@ -24,12 +24,9 @@ CONVERTED = 1 << 19  # values that are converted to float32 at a time, and stay 
 
 
 def is_better_kept(weight: Tensor) -> bool:
-    """Tell whether products with ``weight`` (outputs, inputs) are faster in torch's layout than in oneDNN's blocks.
-
-    oneDNN multiplies no half precision on such processors.
-    """
+    """Tell whether products with ``weight`` (outputs, inputs) are faster in torch's layout than in oneDNN's blocks."""
     return (
-        torch.backends.cpu.get_cpu_capability() == "AVX2"
+        has_avx2_alone()
         and torch.backends.mkl.is_available()  # torch's products with another library were not measured
         and weight.is_contiguous()
         and (weight.dtype in HALF or (weight.dtype is torch.float32 and _is_deep_or_small(weight)))

@@ -20,6 +20,7 @@ from transformers.cli.serving.utils import CBGenerateManager, CBStreamer, CBWork
 from transformers.generation.logits_process import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from ..batching.refusals import processors_of
+from ..batching.sizes import longest_text
 from ..decode.options import option
 from ..defaults import fill_in
 from .acceptance import acceptance_of_request
@@ -166,7 +167,7 @@ class _Text:
         self.request_id = f"{request_id} {next(manager.numbers)}"  # clients may use an id twice
         self.prompt: list[int] = list(inputs["input_ids"])
         # A request that the paged cache has no space for would end the engine, and all other requests with it.
-        cache = manager._scheduler.cache.max_tokens_read
+        cache = longest_text(manager._scheduler.cache)
         limit_length(model, len(self.prompt), config, manager.policy, cache)
         self.tokenizer = getattr(processor, "tokenizer", processor)
         self.stops = StopStringCriteria(self.tokenizer, config.stop_strings) if config.stop_strings else None

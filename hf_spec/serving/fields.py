@@ -16,6 +16,8 @@ Test = Callable[[Any], bool]
 Fields = dict[str, tuple[Test, str]]
 
 MOST_TOKENS = 1024  # most token ids in one setting
+MEDIA_PARTS = ("image_url", "input_image", "input_audio", "audio_url", "video_url")
+INPUT_PARTS = ("text", "input_text", "output_text", *MEDIA_PARTS)  # that transformers' server reads
 
 
 def refuse(name: str, reason: str) -> NoReturn:
@@ -145,7 +147,9 @@ def _is_part(value: Any) -> bool:
 def _is_input(value: Any) -> bool:
     if not is_objects(value):
         return is_text(value)
-    return all(map(_is_item if value and "role" in value[0] else _is_part, value))
+    if value and "role" in value[0]:
+        return all(map(_is_item, value))
+    return all(_is_part(one) and one["type"] in INPUT_PARTS for one in value)  # transformers drops others
 
 
 def _is_item(value: dict[str, Any]) -> bool:
@@ -212,7 +216,10 @@ FIELDS: Fields = {
         "name and an object as arguments",
     ),
     "prompt": (is_text, "a text"),
-    "input": (_is_input, "a text, or a list of messages"),
+    "input": (
+        _is_input,
+        f"a text, a list of items that begins with a message, or a list of parts ({', '.join(INPUT_PARTS)})",
+    ),
     "questions": (_is_questions, "an object of questions that have a type"),
     "instructions": (lambda value: value == "" or is_text(value), "a text"),
     "suffix": (lambda value: value == "" or is_text(value), "a text"),
@@ -240,9 +247,12 @@ FIELDS: Fields = {
     "top_logprobs": (lambda value: value == 0, "0: probabilities are not returned; generate with output_logits=True"),
     "presence_penalty": (lambda value: value == 0, "0, which is all that is served; take frequency_penalty"),
     "echo": (lambda value: value is False, "false: the prompt is not repeated; put it before the answer"),
-    "tool_choice": (lambda value: value in ("auto", "none"), "'auto': the model chooses; leave the other tools out"),
+    "tool_choice": (
+        lambda value: value in ("auto", "none"),
+        "'auto' or 'none': the model chooses; leave the other tools out",
+    ),
     "text": (_is_plain_format, "of the format text; others need a grammar, and transformers' server has none"),
-    "background": (_is_flag, "false: answers are not kept"),
+    "background": (lambda value: value is False, "false: answers are not kept"),
     "previous_response_id": (lambda value: False, "null: answers are not kept; send the messages before it"),
 }
 SETTINGS: Fields = {  # of generation_config, whose class checks few values

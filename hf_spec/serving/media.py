@@ -16,11 +16,10 @@ from http.client import HTTPException as BadAnswer
 from typing import Any
 from urllib.parse import urlsplit
 
-from .fields import refuse
+from .fields import MEDIA_PARTS, refuse
 from .policy import Policy
 
 KINDS = {"image_url": "image", "input_image": "image", "input_audio": "audio", "audio_url": "audio"}
-READ = (*KINDS, "video_url")
 HOLDERS = {**{kind: kind for kind in KINDS}, "input_image": "image_url"}
 MOST_PIXELS = 64_000_000  # of all images of a request
 SECONDS = 10  # to fetch all of them
@@ -71,7 +70,7 @@ def media_parts(body: dict[str, Any]) -> Iterator[dict[str, Any]]:
         for one in body[name] if isinstance(body.get(name), list) else ():
             for parts in ([one], one.get("content"), one.get("output")):
                 found = parts if isinstance(parts, list) else ()
-                yield from (part for part in found if isinstance(part, dict) and part.get("type") in READ)
+                yield from (part for part in found if isinstance(part, dict) and part.get("type") in MEDIA_PARTS)
 
 
 def _source(value: Any, name: str) -> str:

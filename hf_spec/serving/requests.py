@@ -55,9 +55,6 @@ def refuse_request(body: dict[str, Any], policy: Policy, needs: str | None = Non
             "--continuous-batching")  # fmt: skip
     bring_media(body, policy)
     _refuse_size(body, needs, policy.max_prompt_tokens * CHARACTERS_PER_TOKEN)
-    for name in ("chat_template_kwargs", "generation_config"):
-        if name in body and body[name] is None:
-            del body[name]  # transformers would iterate over it
     if (bias := body.get("logit_bias")) and needs == "prompt":  # which transformers' server would ignore there
         refuse("logit_bias", "it is for chats; here, pass sequence_bias in generation_config")
     if bias:
@@ -66,8 +63,12 @@ def refuse_request(body: dict[str, Any], policy: Policy, needs: str | None = Non
 
 def _fill_in(body: dict[str, Any], needs: str | None) -> None:
     """Read a request as OpenAI's API does where transformers' server does not."""
+    for name in [name for name, value in body.items() if value is None]:
+        del body[name]  # which transformers' server would take for a value of some fields
     if body.get("stop") == []:
         del body["stop"]
+    if body.get("tool_choice") == "none":
+        body.pop("tools", None)
     if needs == "input":  # /v1/responses, which transformers' server streams unless told otherwise
         body.setdefault("stream", False)
 

@@ -6,17 +6,18 @@ import asyncio
 import concurrent.futures
 import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 import torch
 from torch import Tensor
+from transformers import StoppingCriteria, StoppingCriteriaList
 from transformers.cli.serving.utils import GenerateManager, _GenerationCancelled
 from transformers.generation.streamers import BaseStreamer
 
 from ..decode.options import option
 from ..decode.outputs import forget_speculation, last_speculation
-from ..sampling import is_seeded, set_seed
+from ..sampling import other_random_numbers, set_seed
 from .acceptance import acceptance_of_request
 from .limits import limit_length
 from .meter import Meter
@@ -75,7 +76,7 @@ class OneByOne(GenerateManager):
     def stop(self) -> None:
         """Wait until the thread is idle, so that the history of n-grams can be saved."""
         self.stopping = True
-        with contextlib.suppress(concurrent.futures.TimeoutError):  # beam search cannot be stopped
+        with contextlib.suppress(concurrent.futures.TimeoutError):
             self._thread.submit(int).result(timeout=STOP_SECONDS)
 
     def submit(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -112,7 +113,8 @@ class _Measured:
 
     def __init__(self, model: Any, manager: OneByOne) -> None:
         self.model, self.manager, self.acceptance = model, manager, acceptance_of_request()
-        self.streamer: Any = _Listener()
+        self._listener = _Listener()
+        self.streamer: Any = self._listener
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.model, name)
@@ -127,15 +129,16 @@ class _Measured:
         if streams or not has_beams:
             self.streamer = kwargs.setdefault("streamer", self.streamer)
             self.streamer.end = self._recorded(self.streamer.end)
+        else:
+            kwargs["stopping_criteria"] = StoppingCriteriaList([_Leaving(self)])
+        if (reader := kwargs.get("tokenizer")) is not None:  # a processor cannot compile stop strings
+            kwargs["tokenizer"] = getattr(reader, "tokenizer", reader)
+        seed = vars(config).pop("seed", None)
         forget_speculation(self.model)  # or a plain text would show those of the last request
         try:
-            if self.manager.stopping:
-                raise _GenerationCancelled
-            if (seed := vars(config).pop("seed", None)) is not None:
-                set_seed(seed)
-            elif is_seeded(self.model.device):
-                torch.seed()  # or this text would follow from the seed of an earlier request
-            out = self.model.generate(**kwargs)
+            self.end_if_unwanted()
+            with _seeded(seed, self.model.device):
+                out = self.model.generate(**kwargs)
         except _GenerationCancelled:
             meter.texts.labels("cancelled").inc()
             raise
@@ -157,6 +160,11 @@ class _Measured:
         finally:
             meter.generated_tokens.inc(self.streamer.total_tokens)
 
+    def end_if_unwanted(self) -> None:
+        """Raise if the client has left, or the server ends."""
+        if self.manager.stopping or self._listener.is_cancelled:
+            raise _GenerationCancelled
+
     def _recorded(self, end: Callable[[], None]) -> Callable[[], None]:
         """Record the acceptance before the stream ends: its last event shows it."""
 
@@ -167,14 +175,36 @@ class _Measured:
         return ended
 
 
+@contextlib.contextmanager
+def _seeded(seed: int | None, device: torch.device) -> Iterator[None]:
+    """Draw from ``seed`` in this context, if there is one; texts after it do not follow from it."""
+    if seed is None:
+        yield
+        return
+    with other_random_numbers(device):
+        set_seed(seed)
+        yield
+
+
+class _Leaving(StoppingCriteria):
+    """Asked in each step of a beam search, to end one that nobody waits for."""
+
+    def __init__(self, text: _Measured) -> None:
+        self.text = text
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        self.text.end_if_unwanted()
+        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
+
+
 class _Listener(BaseStreamer):
     """A streamer for texts that are not streamed, which counts tokens and ends the text when it is cancelled."""
 
     def __init__(self) -> None:
-        self.total_tokens, self._cancelled, self._began = 0, False, False
+        self.total_tokens, self.is_cancelled, self._began = 0, False, False
 
     def put(self, value: Tensor) -> None:
-        if self._cancelled:
+        if self.is_cancelled:
             raise _GenerationCancelled
         self.total_tokens += value.numel() if self._began else 0
         self._began = True  # the first value is the prompt
@@ -184,4 +214,4 @@ class _Listener(BaseStreamer):
 
     def cancel(self) -> None:
         """Raise at the next token."""
-        self._cancelled = True
+        self.is_cancelled = True

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from ..checkpoints.resolve import as_speculator
 from ..integration import SpeculativeDecoding
 from ..metrics import Counts, SpeculationStats
+from ..sampling import other_random_numbers
 from ..scoring.plain import input_device, padded
 from ..settings import SpeculationConfig
 from .data import check_ids, numbers
@@ -40,9 +41,7 @@ def measure(
         config = config.merge(num_speculative_tokens=num_speculative_tokens)
     sampling = {"do_sample": False} if temperature is None else {"do_sample": True, "temperature": temperature}
     counts = Counts()
-    device = input_device(target)
-    accelerators = [] if device.type == "cpu" else [device]
-    with torch.random.fork_rng(accelerators, device_type=device.type if accelerators else "cuda"):
+    with other_random_numbers(input_device(target)):
         torch.manual_seed(seed)
         for start in range(0, len(prompts), batch_size):
             stats = _generate(

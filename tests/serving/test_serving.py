@@ -19,13 +19,16 @@ from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
 import pytest
-from openai import APIConnectionError, APIError, APIStatusError, BadRequestError, OpenAI
+import torch
+from architectures import build
+from openai import APIConnectionError, APIError, APIStatusError, APITimeoutError, BadRequestError, OpenAI
 from pairs import each_value
 from servers import BATCHES, DRAFT, PROMPTS, TARGET, Client, crowd, plain, serving, target, until
 from transformers import ContinuousBatchingConfig, GenerationConfig
 from transformers.cli.serving.utils import _StreamError
 
 from hf_spec import SpeculationConfig, demo, pack
+from hf_spec.batching.sizes import longest_text
 from hf_spec.cli import main
 from hf_spec.serving.batched import Batched
 from hf_spec.serving.meter import Meter
@@ -93,6 +96,63 @@ def test_sampled_texts_are_those_of_the_seed(one_by_one):
         one_by_one.complete(PROMPTS[0], 1, seed=1, **options)
         after.append(one_by_one.complete(PROMPTS[0], 20, **hot))
     assert after[0] != after[1]
+
+
+def test_texts_without_a_seed_are_those_of_the_default_seed():
+    options = {"temperature": 1.5, "extra_body": {"generation_config": '{"do_sample": true, "max_new_tokens": 20}'}}
+    found = []
+    for seed, between in ((7, False), (7, True), (8, False)):
+        with serving("ngram", default_seed=seed) as client:
+            texts = [client.complete(PROMPTS[0], 20, **options)]
+            if between:  # takes its random numbers from elsewhere
+                client.complete(PROMPTS[0], 20, seed=1, **options)
+            found.append([*texts, client.complete(PROMPTS[0], 20, **options)])
+    assert found[0] == found[1] != found[2] and found[0][0] != found[0][1]
+
+
+def test_a_seed_in_a_batch_is_nobody_elses(batched):
+    """All requests of a batch draw from one generator."""
+    torch.seed()
+    before = torch.initial_seed()
+    batched.complete(PROMPTS[0], 5, seed=12345)
+    assert torch.initial_seed() == before
+
+
+def test_beams_end_when_nobody_waits_for_them(one_by_one):
+    """One that runs, and one behind it, which does not begin."""
+    before = one_by_one.metrics()
+    config = '{"num_beams": 2, "max_new_tokens": 900, "eos_token_id": 2047}'
+    with ThreadPoolExecutor(2) as pool:
+
+        def leave(_):
+            with pytest.raises(APITimeoutError):
+                one_by_one.openai.with_options(timeout=1).completions.create(
+                    model=TARGET, prompt=PROMPTS[0], extra_body={"generation_config": config}
+                )
+
+        list(pool.map(leave, range(2)))
+    until(one_by_one.is_idle)
+    found = one_by_one.metrics()
+    assert found["texts_total.cancelled"] == before.get("texts_total.cancelled", 0) + 2
+    assert found["texts_total.finished"] == before.get("texts_total.finished", 0)
+
+
+@pytest.mark.parametrize("name", ["gemma3_text", "mistral", "llama"])
+def test_a_text_fits_beside_the_windows_of_other_layers(name, tmp_path):
+    """Layers with windows take memory that full attention then does not have."""
+    tokenizer = target()[1]
+    model = build(name, vocab_size=len(tokenizer), max_position_embeddings=4096, sliding_window=64)
+    model.generation_config.eos_token_id = None
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    with serving("ngram", target=str(tmp_path), **BATCHES) as client:
+        for prompt in (PROMPTS[0], " a" * 200):
+            answer = client.openai.completions.create(model=str(tmp_path), prompt=prompt, max_tokens=2000)
+            assert answer.choices[0].finish_reason == "length"
+        room = longest_text(client.server._generation_state._cb_manager._scheduler.cache)
+        assert answer.usage.total_tokens == room > 400
+        with pytest.raises(BadRequestError, match=f"room for {room}"):
+            client.openai.completions.create(model=str(tmp_path), prompt=" a" * room, max_tokens=5)
 
 
 def test_a_crowd_is_answered_and_nothing_stays(client):
@@ -331,7 +391,9 @@ def test_what_a_batch_would_drop_is_refused(batched, options, named):
 
 
 def test_a_text_ends_where_the_paged_cache_does(batched):
-    room = batched.server._generation_state._cb_manager._scheduler.cache.max_tokens_read
+    cache = batched.server._generation_state._cb_manager._scheduler.cache
+    room = longest_text(cache)
+    assert room == cache.max_tokens_read  # all layers have full attention
     with pytest.raises(BadRequestError, match=f"the prompt has {room + 1} tokens.* room for {room}"):
         batched.complete(" a" * room, 5)  # and one that the tokenizer adds
     small = {"continuous_batching": True, "cb_num_blocks": 1, "cb_max_batch_tokens": 64}

@@ -203,6 +203,13 @@ def test_prompts_are_short(client, stream):
 LONG = "data:" + "a" * 700
 
 
+def test_tools_that_may_not_be_called_are_left_out():
+    for choice, is_there in (("auto", True), ("none", False)):
+        body = {**CHAT, "tools": [{"type": "function", "function": {"name": "f"}}], "tool_choice": choice}
+        refuse_request(body, Policy())
+        assert ("tools" in body) == is_there
+
+
 def with_tool(parameters: dict) -> dict:
     return {"messages": [], "tools": [{"type": "function", "function": {"name": "f", "parameters": parameters}}]}
 

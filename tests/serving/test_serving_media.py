@@ -7,13 +7,14 @@ import contextlib
 import io
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, ClassVar
 
 import pytest
 from fastapi import HTTPException
 from PIL import Image
-from servers import serving, target
+from servers import PROMPTS, plain, serving, target, until
 from transformers import (
     AutoTokenizer,
     CLIPVisionConfig,
@@ -39,9 +40,13 @@ class Host(BaseHTTPRequestHandler):
     """Answer with a picture, with what leads to it, or with too much of it; note who asks."""
 
     asked: ClassVar[list[str]] = []
+    goes_on: ClassVar[threading.Event]  # when slow answers come
 
     def do_GET(self) -> None:
         self.asked.append(self.path)
+        if self.path.startswith("/slow/"):
+            assert self.goes_on.wait(120)
+            self.path = "/picture.png"
         moved = self.path == "/moved"
         self.send_response(302 if moved else 404 if self.path == "/none" else 200)
         if moved:
@@ -212,6 +217,21 @@ def test_all_that_is_fetched_has_one_deadline(host, monkeypatch):
     assert Host.asked == []
 
 
+def test_a_slow_host_delays_no_other_request(host, monkeypatch):
+    monkeypatch.setattr(media, "SECONDS", 60)
+    monkeypatch.setattr(Host, "goes_on", threading.Event(), raising=False)
+    with serving("ngram", media_hosts=(host,)) as client, ThreadPoolExecutor(3) as pool:
+        slow = [
+            pool.submit(client.post, "v1/chat/completions", chat(f"http://{host}/slow/{number}"))
+            for number in range(3)
+        ]
+        until(lambda: len(Host.asked) == 3)
+        assert client.complete(PROMPTS[0], 5) == plain(PROMPTS[0], 5)
+        assert not any(one.done() for one in slow)
+        Host.goes_on.set()
+        assert {one.result()[0] for one in slow} == {400}  # the target takes no pictures
+
+
 def test_a_server_refuses_them_by_name(host):
     """Also one whose target takes no pictures, and would pass them over."""
     with serving("ngram") as client:
@@ -254,5 +274,9 @@ def test_a_target_that_sees_gets_what_the_request_holds(tmp_path):
         body = {**chat(DATA), "max_tokens": 5, "temperature": 0}
         status, answer = client.post("v1/chat/completions", body)
         assert status == 200 and answer["usage"]["prompt_tokens"] > 4, answer
+        said = answer["choices"][0]["message"]["content"]
+        for stop in (said[:1], "no such text"):
+            stopped = client.post("v1/chat/completions", {**body, "stop": stop})[1]
+            assert stopped["choices"][0]["message"]["content"] == (said[:1] if stop == said[:1] else said)
         assert client.post("v1/chat/completions", {**body, **chat("data:image/png;base64,AAAA")})[0] == 400
         assert client.post("v1/chat/completions", {**body, **chat(str(tmp_path / "x.png"))})[0] == 400

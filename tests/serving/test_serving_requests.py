@@ -39,6 +39,8 @@ ASKED = {
         ("chat/completions", {"chat_template_kwargs": 3}, "chat_template_kwargs"),
         ("responses", {"input": [{"content": "Hi"}]}, "input"),
         ("responses", {"input": ["Hi"]}, "input"),
+        ("responses", {"input": [{"type": "reasoning", "content": []}, {"role": "user", "content": "Hi"}]}, "input"),
+        ("responses", {"background": True}, "background"),
     ],
 )
 def test_bad_values_are_refused_by_name(client, path, given, named):
