@@ -105,8 +105,8 @@ def run_bench(
     The answers to earlier turns of a conversation are those of plain ``generate``, for all methods. Every batch of
     prompts is kept in ``rounds_file``, and a call that was stopped resumes after the last one in it.
 
-    Errors: a ValueError for two contenders of one name, for a category called "overall", and for a ``rounds_file`` of
-    other settings or weights. Also whatever ``generate`` raises for an unfit speculator.
+    Errors: a ValueError for two contenders of one name or with one history, for a category called "overall", and for a
+    ``rounds_file`` of other settings or weights. Also whatever ``generate`` raises for an unfit speculator.
     """
     settings = settings or BenchSettings()
     if any(prompt.category == OVERALL for prompt in prompts):
@@ -138,14 +138,29 @@ def run_bench(
     )
 
 
+def _learns_into(speculator: Any) -> Any:
+    """Return the object that what ``speculator`` learns is kept in."""
+    while (history := getattr(speculator, "history", None)) is not None:
+        speculator = history
+    return speculator
+
+
 def _methods(target: PreTrainedModel, contenders: Sequence[Contender], settings: BenchSettings) -> list[Method]:
     """List plain decoding, transformers' own speculative methods if they are wanted, and the contenders."""
     ours: list[Method] = []
     assisted: dict[tuple[int, int], Method] = {}  # by draft and length: contenders may share one
     lengths: list[int] = []
+    learning: dict[int, str] = {}  # the name of the contender, by what it learns into
     for one in contenders:
         speculator = as_speculator(one.speculator, target)
         speculator.check(target)
+        if speculator.learns:
+            other = learning.setdefault(id(_learns_into(speculator)), one.name)
+            if other != one.name:
+                raise ValueError(
+                    f"{other!r} and {one.name!r} have one history, in which each would find the other's texts: "
+                    "measure one of them, or give each a history of its own"
+                )
         config, assisted_name = speculator.settings(one.config), None
         length = config.num_speculative_tokens
         lengths.append(length := length if isinstance(length, int) else DEFAULT_NUM_SPECULATIVE_TOKENS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -15,7 +16,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerateEnc
 
 from ..metrics import SpeculationStats
 from ..scoring.adapters import base_model
-from ..scoring.features import streams_first
+from ..scoring.features import in_own_layout
 from .parts import Parts, is_part
 
 
@@ -104,14 +105,13 @@ class Record:
         self._scores = wanted and bool(generation_config.output_scores)
         self._logits = wanted and bool(generation_config.output_logits)
         self._prompt_states: tuple[Tensor, ...] = ()
-        self._rows: dict[str, list[list[Tensor]]] = {
-            name: [[] for _ in range(batch_size)] for name in ("scores", "logits", "states")
-        }
+        self._rows: dict[str, list[list[Tensor]]] = defaultdict(lambda: [[] for _ in range(batch_size)])
+        self._layers = 0  # whose hidden states are kept
         self._stacked: list[Tensor] = []
 
     def prompt(self, states: tuple[Tensor, ...]) -> None:
         """Keep the hidden states of the prompt, one (batch, prompt, ...) per layer."""
-        self._prompt_states = tuple(map(streams_first, states))
+        self._prompt_states = in_own_layout(states)
 
     def add(
         self,
@@ -146,8 +146,10 @@ class Record:
         if self._logits:
             self._keep("logits", rows, emitting, logits[index, node].float())
         if self.hidden_states:
-            layers = [layer[index.to(layer.device), node.to(layer.device)] for layer in states]
-            self._keep("states", rows, emitting, torch.stack([layer.to(logits.device) for layer in layers], dim=1))
+            self._layers = len(states)
+            for number, layer in enumerate(states):  # not of one shape in all models
+                here = layer[index.to(layer.device), node.to(layer.device)].to(logits.device)
+                self._keep(f"layer {number}", rows, emitting, here)
 
     def _keep(self, name: str, rows: Sequence[int], emitting: Sequence[int], values: Tensor) -> None:
         for i in emitting:
@@ -162,8 +164,8 @@ class Record:
 
     def outputs(self, length: int) -> dict[str, Any]:
         """Return ``scores``, ``logits`` and ``hidden_states`` of the first ``length`` emitted tokens."""
-        states = self._columns("states")[:length] if self.hidden_states else ()
-        steps = [tuple(streams_first(layer[:, None]) for layer in step.unbind(1)) for step in states[1:]]
+        layers = [self._columns(f"layer {number}")[1:length] for number in range(self._layers)]
+        steps = [in_own_layout([layer[:, None] for layer in step]) for step in zip(*layers, strict=True)]
         return {
             "scores": self._columns("scores")[:length] if self._scores else None,
             "logits": self._columns("logits")[:length] if self._logits else None,

@@ -20,6 +20,7 @@ from ..scoring.architectures import (
     why_unsupported,
 )
 from ..scoring.cache import has_states
+from ..scoring.masks import takes_no_mask
 from ..scoring.names import CACHES, cache_among, text_arguments
 from ..scoring.plain import input_device
 from ..settings import SpeculationConfig
@@ -175,7 +176,7 @@ def _refuse_target(
             "lengths; pass one row, or no cache"
         )
     implementation = model.config.get_text_config(decoder=True)._attn_implementation
-    if implementation.startswith("flash") and (batch > 1 or config.tree is not None):
+    if takes_no_mask(implementation) and (batch > 1 or config.tree is not None):
         asked = "a tree of draft tokens" if config.tree is not None else "rows that advance by different amounts"
         raise _refusal(
             f"{implementation} takes no custom mask, which {asked} needs; load the model with "
@@ -192,7 +193,7 @@ def _refuse_static(model: PreTrainedModel, cache: StaticCache) -> None:
             "unset, and pass no StaticCache"
         )
     implementation = model.config.get_text_config(decoder=True)._attn_implementation
-    if implementation.startswith("flash"):
+    if takes_no_mask(implementation):
         raise _refusal(
             f"{implementation} takes no custom mask, which a static cache needs; load the model with "
             "attn_implementation='sdpa', or leave the cache dynamic"

@@ -312,7 +312,8 @@ class _Case:
         asked = [replace(prompt, chat=True).render([], self.tokenizer) for prompt in raw]
         new = max(len(answer.row.tokens) for answer in self.answers)
         again = answered(self.target, self.speculator, asked, self.survived[0].shape[1], new)
-        was, now = (_tau(part) for part in (self.answers, again))
+        before = [answer for answer, prompt in zip(self.answers, self.prompts, strict=True) if not prompt.chat]
+        was, now = _tau(before), _tau(again)
         if now - was > MIN_GAIN:
             yield Finding(
                 "template",

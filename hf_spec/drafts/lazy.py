@@ -20,7 +20,8 @@ class LazyDrafter(Drafter):
     def __init__(
         self, start: Callable[[], Drafter], policy: DraftLengthPolicy, source: DraftSource = DraftSource.MODEL
     ) -> None:
-        self._start, self._policy, self._source = start, policy, source
+        self._start: Callable[[], Drafter] | None = start
+        self._policy, self._source = policy, source
         self._drafter: Drafter | None = None
         self._rows: Tensor | None = None  # of those it will start with, which are still there; None: all of them
         self._unread: list[AcceptedTokens] = []
@@ -47,7 +48,8 @@ class LazyDrafter(Drafter):
 
     def _begun(self) -> Drafter:
         if self._drafter is None:
-            self._drafter = self._start()
+            assert self._start is not None
+            self._drafter, self._start = self._start(), None  # it holds the features of the prompt
             if self._rows is not None:
                 self._drafter.keep_rows(self._rows)
         return self._drafter

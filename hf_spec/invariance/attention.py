@@ -258,15 +258,15 @@ class _Trial:
         count, generator = 3 * tried[-1], torch.Generator().manual_seed(0)
 
         def drawn(rows: int) -> Tensor:
-            return torch.randn((key_heads, rows, width), generator=generator).to(device, dtype)
+            return torch.randn((key_heads, rows, width), generator=generator, device="cpu").to(device, dtype)
 
         self.query, self.places = drawn(count), places
         # Keys begin anywhere in a cache.
         self.key, self.value = (drawn(places + 40)[None, :, 37 : 37 + places] for _ in range(2))
-        hidden = torch.rand((count, places), generator=generator).to(device) < 0.4
+        hidden = torch.rand((count, places), generator=generator, device="cpu").to(device) < 0.4
         # Of two places with the same key, values cancel out. What is left of sums is their rounding, which shows
         # orders.
-        one, other = torch.randperm(places, generator=generator).view(2, -1)
+        one, other = torch.randperm(places, generator=generator, device="cpu").view(2, -1)
         self.key[:, :, other], self.value[:, :, other] = self.key[:, :, one], -self.value[:, :, one]
         hidden[:, other] = hidden[:, one]
         self.mask = torch.zeros_like(hidden, dtype=dtype).masked_fill_(hidden, hidden_score(dtype))

@@ -417,7 +417,8 @@ def _tried_sizes(model: Any, inputs: dict[nn.Module, Tensor], shapes: set[Shape]
         kind = _kind(module, inputs.get(module), device)
         tried = _tried if _is_known(module) else own
         if kind not in tried:
-            sample = torch.randn(sizes_on(device)[-1], kind.inputs, generator=torch.Generator().manual_seed(0))
+            generator = torch.Generator().manual_seed(0)
+            sample = torch.randn(sizes_on(device)[-1], kind.inputs, generator=generator, device="cpu")
             tried[kind] = _sizes_of(module, sample.to(device, kind.dtype))
         if not tried[kind]:
             raise ValueError(

@@ -90,16 +90,17 @@ def cancelling(linear: nn.Module, rows: Tensor) -> Tensor:
     """
     weight, bias = _weight_and_bias(linear, rows)
     outputs, inputs = weight.shape
-    generator, found = torch.Generator().manual_seed(1), torch.zeros(rows.shape, dtype=torch.float64)
+    generator = torch.Generator().manual_seed(1)
+    found = torch.zeros(rows.shape, dtype=torch.float64, device="cpu")
     some = max(1, min(CANCELLED, outputs, inputs // 8))
     for part in range(PARTS):  # rows that have other outputs close to 0
-        chosen = torch.randperm(outputs, generator=generator)[:some]
+        chosen = torch.randperm(outputs, generator=generator, device="cpu")[:some]
         if not part:  # kernels may compute the last ones otherwise
-            chosen = torch.arange(outputs - some, outputs)
+            chosen = torch.arange(outputs - some, outputs, device="cpu")
         own = weight[chosen].double()
-        drawn, *others = torch.randperm(inputs, generator=generator).tensor_split(4)
+        drawn, *others = torch.randperm(inputs, generator=generator, device="cpu").tensor_split(4)
         some_rows = found[part::PARTS]  # a view
-        values = LARGE * torch.randn(len(some_rows), len(drawn), generator=generator)
+        values = LARGE * torch.randn(len(some_rows), len(drawn), generator=generator, device="cpu")
         some_rows[:, drawn] = values.to(rows.dtype).double()
         for quarter in others:
             left = some_rows @ own.T + bias[chosen]

@@ -75,6 +75,7 @@ def _texts(model: Any, encoder: Any, rows: int, length: int) -> dict[str, Tensor
 def _sounds(model: Any, rows: int) -> Tensor:
     config, generator = model.config, torch.Generator().manual_seed(0)
     last, *others = (
-        torch.randn(config.num_mel_bins, 2 * config.max_source_positions, generator=generator) for _ in range(rows)
+        torch.randn(config.num_mel_bins, 2 * config.max_source_positions, generator=generator, device="cpu")
+        for _ in range(rows)
     )
     return torch.stack([*others, last]).to(input_device(model), model.dtype)

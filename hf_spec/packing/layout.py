@@ -47,7 +47,7 @@ def row_reader(weight: Tensor, packed: Tensor, reorder: Callable[[Tensor], Tenso
     starts, columns = offsets[:, 0], offsets[0] - offsets[0, 0]
     if not torch.equal(offsets, starts[:, None] + columns):
         return None
-    numbers = torch.arange(rows)
+    numbers = torch.arange(rows, device="cpu")
     jump = starts[PERIOD] - starts[0] if len(starts) > PERIOD else 0
     row_starts = starts[numbers % PERIOD] + numbers // PERIOD * jump
     if int(row_starts.max() + columns.max()) >= len(memory_of(packed)):
@@ -69,13 +69,13 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
 
 def _offsets(rows: int, columns: int, dtype: torch.dtype, reorder: Callable[[Tensor], Tensor]) -> Tensor | None:
     """Return the place in memory of each value of a reordered weight, (rows, columns); ``None`` if unclear."""
-    row, column = torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing="ij")
+    row, column = torch.meshgrid(torch.arange(rows, device="cpu"), torch.arange(columns, device="cpu"), indexing="ij")
     found = [_content(number, dtype, reorder) for number in (row, column)]
-    place = torch.arange(len(found[0]))
+    place = torch.arange(len(found[0]), device="cpu")
     is_value = (found[0] >= 0) & (found[1] >= 0)  # the rest is padding
     if int(is_value.sum()) != rows * columns:
         return None
-    offsets = torch.full((rows, columns), -1)
+    offsets = torch.full((rows, columns), -1, device="cpu")
     offsets[found[0][is_value], found[1][is_value]] = place[is_value]
     return offsets if int(offsets.min()) >= 0 else None
 

@@ -102,10 +102,17 @@ class TreeKVCache(Cache):
         ``open_nodes`` columns are the draft region, a chain. ``cache`` keeps the keys of an encoder's states, for all
         rows. Once some rows have left, the model is shown copies of the others.
         """
+        slots = cls._over(text_cache(cache), batch_size, device, open_nodes)
         if isinstance(cache, EncoderDecoderCache):
-            slots = cls.adopt(cache.self_attention_cache, batch_size, device, open_nodes)
             slots._crossing = EncoderDecoderCache(slots, cache.cross_attention_cache)
-            return slots
+        if not getattr(cache, "_is_user_defined", False):
+            for kept, layer in zip(slots.layers, getattr(text_cache(cache), "layers", ()), strict=True):
+                kept.forget(layer)
+        return slots
+
+    @classmethod
+    def _over(cls, cache: Any, batch_size: int, device: torch.device, open_nodes: int) -> TreeKVCache:
+        """Do as ``adopt`` for the part of a cache that holds the keys of the text."""
         length = _length(cache) - open_nodes
         rows = SequenceLengths(torch.full((batch_size,), length, device=device), [length] * batch_size)
         rows.draft_nodes = open_nodes

@@ -80,20 +80,25 @@ class Features:
         return torch.cat([state.to(states[0].device) for state in states], dim=-1) if states else None
 
     def all_hidden(self, outputs: Any) -> tuple[Tensor, ...]:
-        """Return every hidden state, (batch, length, ...), if they were asked for; see ``streams_first``."""
+        """Return every hidden state, (batch, length, ...), if they were asked for; see ``in_own_layout``."""
         if not self.every:
             return ()
         states = getattr(outputs, "decoder_hidden_states", None)  # of an encoder-decoder model
-        return tuple(map(_rows_first, outputs.hidden_states if states is None else states))
+        states = outputs.hidden_states if states is None else states
+        return tuple(state.movedim(0, 2) for state in states) if streams_lead(states) else tuple(states)
 
 
-def _rows_first(states: Tensor) -> Tensor:
-    return states.movedim(0, 2) if states.ndim == 4 else states  # dimension 0 are several residual streams (Gemma 3n)
+def streams_lead(states: Sequence[Tensor]) -> bool:
+    """Tell whether dimension 0 of hidden ``states`` are several residual streams, of the last one as well (Gemma 3n).
+
+    Elsewhere streams follow the tokens, and the last state is their sum (HY 4).
+    """
+    return bool(states) and states[-1].ndim == 4
 
 
-def streams_first(states: Tensor) -> Tensor:
-    """Return states (batch, length, hidden), or (batch, length, streams, hidden), in the layout of transformers."""
-    return states.movedim(2, 0) if states.ndim == 4 else states
+def in_own_layout(states: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Return hidden ``states``, as ``all_hidden`` returned them, in the layout of transformers."""
+    return tuple(state.movedim(2, 0) for state in states) if streams_lead(states) else tuple(states)
 
 
 def decoder_of(model: Any) -> Any:

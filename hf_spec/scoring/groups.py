@@ -69,7 +69,7 @@ def groups_of(model: PreTrainedModel, ids: Tensor, kwargs: dict[str, Any]) -> li
     order = sorted(range(len(ids)), key=firsts.__getitem__)
     extents = [Extent(firsts[row], width) for row in order]
     parts = cheapest_parts(extents, FORWARD_PLACES)
-    groups = [Group(torch.tensor([order[i] for i in part]), extents[part[0]].first) for part in parts]
+    groups = [Group(torch.tensor([order[i] for i in part], device="cpu"), extents[part[0]].first) for part in parts]
     read = sum(len(group.rows) * (width - group.first) for group in groups) + FORWARD_PLACES * (len(groups) - 1)
     if read > (1 - LEAST_SAVED) * len(ids) * width or not _is_plain(kwargs) or not reads_rows_alone(model):
         return []

@@ -119,7 +119,8 @@ class KVView:
             equal_lengths=rows.equal_lengths,
             end=self._end if self._shift is None else None,
             crosses=self.cache.crosses,
-            spans=self.spans(count),
+            # One node of a tree may not see its open siblings, and a span has no mask for one node.
+            spans=() if count == 1 and depths is not None else self.spans(count),
         )
 
     def spans(self, count: int) -> Sequence[Span]:

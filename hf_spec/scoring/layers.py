@@ -67,6 +67,9 @@ class Layer:
 
         return put_back
 
+    def forget(self, layer: Any) -> None:
+        """Free what transformers' ``layer`` holds and this one has taken over; nobody reads it before ``release``."""
+
     def keep_rows(self, rows: Tensor) -> None:
         """Keep ``rows`` only."""
 
@@ -144,6 +147,12 @@ class SlotLayer(Layer, CacheLayerMixin):
         for name, buffer in self.buffers.items():
             if (states := getattr(layer, name)) is not None:
                 buffer.adopt(states, layer.get_seq_length() - states.shape[buffer.dim])
+
+    def forget(self, layer: Any) -> None:
+        """Free its keys and values: they would stay in memory beside the larger buffers that replace them."""
+        for name, buffer in self.buffers.items():
+            if buffer.data is not None:
+                setattr(layer, name, None)
 
     @property
     def first(self) -> int:

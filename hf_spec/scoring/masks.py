@@ -23,6 +23,7 @@ from transformers.masking_utils import (
     bidirectional_mask_function,
     causal_mask_function,
 )
+from transformers.utils.generic import is_flash_attention_requested
 
 from ..device_tensors import cached_arange
 from ..wrappers import mark_wrapper, wraps
@@ -185,6 +186,11 @@ def full_masks(count: int, implementation: str) -> list[Tensor | None] | None:
     return [None if block.hides_nothing else note_causal(block.shown(0, block.width)[0][:, None])] * count
 
 
+def takes_no_mask(implementation: str) -> bool:
+    """Tell whether ``implementation`` is one of flash attention, which attends to all earlier columns of a row."""
+    return is_flash_attention_requested(requested_attention_implementation=implementation)
+
+
 def why_no_masks(implementation: str) -> str | None:
     """Say why attention by ``implementation`` cannot be given our masks, or return ``None`` if it can."""
     if implementation in ALL_MASK_ATTENTION_FUNCTIONS:
@@ -291,7 +297,12 @@ def _hook_masks(implementation: str) -> None:
         if block.crosses and kwargs["mask_function"] is bidirectional_mask_function:
             return original(*args, **kwargs)  # all nodes see the same of an encoder's states
         block.asked += 1
-        if implementation.startswith("flash"):  # it takes no custom mask: only chains at batch size 1 come here
+        if takes_no_mask(implementation):
+            if block.ancestors is not None or block.padding is not None or not block.equal_lengths:
+                raise ValueError(
+                    f"{implementation} takes no custom mask, which trees, padding and rows of different lengths need; "
+                    "load the model, or the draft, with attn_implementation='sdpa'"
+                )
             return None
         may_skip = implementation == "sdpa" and kwargs.get("allow_is_causal_skip", True)
         if may_skip and block.hides_nothing and kwargs["mask_function"] is causal_mask_function:

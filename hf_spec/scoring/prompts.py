@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, StaticCache
 
 from .architectures import cache_name, why_one_row
+from .masks import takes_no_mask
 from .names import CACHES, OF_ENCODER_DECODER, cache_among, map_tensors
 from .plain import input_device, new_cache, new_static_cache, prompt_kwargs
 
@@ -53,7 +54,7 @@ class Prompt:
         ids = tokens_for(model, 2, PROMPT_TOKENS, draw)
         mask = torch.ones_like(ids)
         mask[1, :2] = 0
-        count = 2 if why_one_row(model) is None else 1
+        count = _rows_for(model)
         return cls._text(model, ids[:count], mask[:count])
 
     @classmethod
@@ -82,7 +83,7 @@ class Prompt:
         The end of the source is hidden from the second row, if there is a mask to do so. Text is padded on the left
         if the call has a mask for it.
         """
-        names, rows = OF_ENCODER_DECODER, 2 if why_one_row(model) is None else 1
+        names, rows = OF_ENCODER_DECODER, _rows_for(model)
 
         def first_row(value: Tensor) -> Tensor:
             has_rows = value.ndim > 0 and len(value) == batch
@@ -151,3 +152,9 @@ def _without_cache(kwargs: dict[str, Any]) -> dict[str, Any]:
 
 def _is_content(value: object) -> bool:
     return value is not None and not isinstance(value, (bool, int, float, str))
+
+
+def _rows_for(model: PreTrainedModel) -> int:
+    """Return how many rows of different lengths ``model`` can score at once: two stand for any number."""
+    takes_masks = not takes_no_mask(model.config.get_text_config(decoder=True)._attn_implementation)
+    return 2 if takes_masks and why_one_row(model) is None else 1

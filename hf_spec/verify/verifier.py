@@ -204,7 +204,7 @@ class Verifier:
         """Emit one token after every root, where there is no draft token."""
         rows, device = proposal.tokens.shape[0], proposal.tokens.device
         at_root = scores.at_root()  # (rows, vocab)
-        token = draw(at_root.softmax(-1)) if self.sample else likeliest(at_root)
+        token = draw(at_root.float().softmax(-1)) if self.sample else likeliest(at_root)
         return VerificationResult(cached_full(0, rows, device)[:, None], token[:, None], cached_full(1, rows, device))
 
     def _plain_step(self, proposal: Proposal, scores: Scores, cut: Cut) -> StepResult:

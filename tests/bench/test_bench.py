@@ -207,11 +207,20 @@ def test_a_perfect_draft_shows_in_every_figure(target, twin, tokenizer):
 
 
 def test_forwards_of_a_draft_beside_a_memory_are_forwards(target, twin):
-    memory = hf_spec.NgramSpeculator(history_size=100)
-    contenders = [Contender("both", hf_spec.HybridSpeculator(twin, memory)), Contender("memory", memory)]
+    memory, other = (hf_spec.NgramSpeculator(history_size=100) for _ in range(2))
+    contenders = [Contender("both", hf_spec.HybridSpeculator(twin, memory)), Contender("memory", other)]
     *_, both, alone = _methods(target, contenders, BenchSettings(baselines=False))
     assert both.draft is (twin.model if isinstance(twin, VanillaSpeculator) else twin)
     assert alone.draft is None
+
+
+def test_contenders_learn_nothing_from_each_other(target, twin):
+    """The second one would find every answer of the first in a history that both have."""
+    memory, plain = hf_spec.NgramSpeculator(history_size=100), hf_spec.NgramSpeculator()
+    for other in (memory, hf_spec.HybridSpeculator(twin, memory)):
+        with pytest.raises(ValueError, match="'one' and 'two' have one history"):
+            _methods(target, [Contender("one", memory), Contender("two", other, CHAIN)], BenchSettings())
+    _methods(target, [Contender("one", plain), Contender("two", plain, CHAIN)], BenchSettings(baselines=False))
 
 
 def test_the_report_is_json_and_a_table_for_every_category(target, tokenizer):

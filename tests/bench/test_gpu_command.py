@@ -95,6 +95,24 @@ def test_a_cell_that_is_measured_again_keeps_the_faster_call(tmp_path: Path) -> 
     assert kept == [None, 2.0, 2.0, 2.0, 2.0, 1.0]
 
 
+@pytest.mark.parametrize("most", [0.5, 60])
+def test_tests_that_were_stopped_for_want_of_time_run_again(
+    most: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that took longer than a part may are left so."""
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests" / "conftest.py").write_text("")
+    (tmp_path / "tests" / "test_slow.py").write_text(
+        "import time, pytest\n@pytest.mark.gpu\ndef test_it(): time.sleep(60)\n"
+    )
+    monkeypatch.setattr(command, "ROOT", tmp_path)
+    monkeypatch.setattr(command, "PART_SECONDS", most)
+    results: dict[str, Any] = {"parts": {}}
+    command.run_tests(tmp_path, results, "cuda", time.monotonic() + 1)
+    held = results["parts"]["tests"]
+    assert "stopped after" in held["said"] and held["complete"] == (most < 1)
+
+
 def test_a_failing_cell_is_a_result_and_time_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails() -> dict[str, Any]:
         raise torch.OutOfMemoryError("CUDA out of memory | tried to allocate")

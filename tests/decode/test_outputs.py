@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from architectures import prompts
+from architectures import build, prompts
 from pairs import pairwise, usual
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.cache_utils import DynamicSlidingWindowLayer
 from transformers.generation import GenerateDecoderOnlyOutput
+from transformers.generation.streamers import BaseStreamer
 from twins import BATCHES, SHAPES, Oracle, draft, target, tokenizer
 
 import hf_spec
@@ -27,6 +28,7 @@ from hf_spec import (
     SpeculationStats,
     Speculator,
     VanillaSpeculator,
+    demo,
 )
 from hf_spec.proposal import NO_PARENT, PAD_NODE
 from hf_spec.scoring import buffers
@@ -90,6 +92,20 @@ def test_several_residual_streams_stand_in_front(batch: int, static: dict[str, A
     oracle = Oracle(plain.sequences, wrong=3)
     out = generate(inputs, "gemma3n_text", speculator=oracle, **EVERYTHING, **static)
     assert out.speculation.accepted > 0 and len(out.hidden_states) == len(plain.hidden_states)
+    for mine, theirs in zip(out.hidden_states, plain.hidden_states, strict=True):
+        assert all(close(one, other) for one, other in zip(mine, theirs, strict=True))
+
+
+@pytest.mark.parametrize("name", ["hy_v4", "qwen4_exp_text", "opt"])
+@pytest.mark.parametrize("batch", [1, 4])
+def test_hidden_states_have_the_shapes_of_their_layers(batch: int, name: str) -> None:
+    """The last one is narrower than the others, or they are several streams."""
+    model = build(name, **({"word_embed_proj_dim": 16} if name == "opt" else {}))
+    options = {"max_new_tokens": 6, "do_sample": False, "return_dict_in_generate": True, "output_hidden_states": True}
+    plain = model.generate(**prompts(batch), **options)
+    assert len({one.shape for one in plain.hidden_states[0]}) > 1
+    out = model.generate(**prompts(batch), speculator=Oracle(plain.sequences, wrong=3), **options)
+    assert torch.equal(out.sequences, plain.sequences)
     for mine, theirs in zip(out.hidden_states, plain.hidden_states, strict=True):
         assert all(close(one, other) for one, other in zip(mine, theirs, strict=True))
 
@@ -400,6 +416,34 @@ def test_nothing_as_large_as_nodes_times_vocabulary_outlives_a_step(tree: Any, s
     generate(prompts(1), speculator=watched, speculation_config=config, do_sample=sample)
     assert len(watched.found) > 3
     assert not any(watched.found)
+
+
+class Looking(BaseStreamer):
+    """Notes at each token which tensors as long as the prompt are in memory."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+        self.found: list[list[torch.Size]] = []
+
+    def put(self, value: Tensor) -> None:
+        tensors = [one for one in gc.get_objects() if isinstance(one, Tensor)]
+        self.found.append([one.shape for one in tensors if one.ndim > 2 and self.length in one.shape])
+
+    def end(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "mtp", "medusa", "dspark", "vanilla"])
+def test_nothing_of_the_prompt_outlives_its_reading(kind: str) -> None:
+    """Neither the first keys and values, which buffers replace, nor the features that the draft has read."""
+    model = AutoModelForCausalLM.from_pretrained(demo.path())
+    inputs = {"input_ids": torch.randint(10, 2000, (1, 137)), "attention_mask": torch.ones(1, 137, dtype=torch.long)}
+    looking, config = Looking(137), SpeculationConfig(num_speculative_tokens=3, self_check=False)
+    gc.collect()
+    gc.freeze()
+    options = {"speculator": demo.path(f"draft-{kind}"), "speculation_config": config, "streamer": looking}
+    model.generate(**inputs, **options, max_new_tokens=12, do_sample=False, eos_token_id=None)
+    assert any(looking.found[:3]) and not looking.found[-1], looking.found
 
 
 def test_cache_grows_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -258,6 +258,18 @@ def test_prompts_outside_of_the_template_are_named(target: PreTrainedModel, monk
     assert "template" not in [one.cause for one in chat.findings]
 
 
+def test_only_raw_prompts_are_compared_with_the_template(target: PreTrainedModel) -> None:
+    """Prompts in the template, of which the draft is right about less, say nothing of the others."""
+    asked = [Prompt((f"Tell me a story about a little {animal}.",), chat=False) for animal in ("cat", "dog")]
+    odd = [Prompt((text,), chat=True) for text in ("zq xv 7", "&&& 0 ))", "WXYZ QQ")] * 2
+    alone, mixed = (examine(target, load("eagle3"), prompts, TOKENIZER) for prompts in (asked, asked + odd))
+    assert sum(mixed.measured) != sum(alone.measured)
+    told = [
+        [(one.cause, one.evidence) for one in found.findings if one.cause == "template"] for found in (alone, mixed)
+    ]
+    assert told[0] == told[1]
+
+
 def test_ngrams_have_nothing_to_examine(target: PreTrainedModel) -> None:
     with pytest.raises(ValueError, match="hf-spec bench"):
         examine(target, "ngram")

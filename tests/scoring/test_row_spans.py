@@ -11,6 +11,7 @@ from lengths import force_lengths
 from torch import Tensor
 from twins import CHAIN, TREE, Oracle, draft, target
 
+from hf_spec import SpeculationConfig
 from hf_spec.scoring import attention, row_spans
 from hf_spec.scoring.attention import Span
 from hf_spec.scoring.cache import TreeKVCache
@@ -103,6 +104,21 @@ def test_sampled_text_and_scores(attended: list[Any], monkeypatch: pytest.Monkey
         torch.testing.assert_close(ours, twin, atol=1e-4, rtol=1e-4)
     for ours, twin in zip(found[0].past_key_values.layers, found[1].past_key_values.layers, strict=True):
         torch.testing.assert_close(ours.keys, twin.keys, atol=1e-4, rtol=1e-4)
+
+
+def test_a_node_that_is_read_alone_sees_no_sibling(attended: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the second level one node alone has a child."""
+    config = SpeculationConfig(tree=[(0,), (1,), (0, 0), (1, 0), (1, 0, 0), (1, 0, 0, 0)])
+    model, small, logits = target(), draft(), [[], []]  # type: ignore[var-annotated]
+    options = {"max_new_tokens": 12, "do_sample": False, "speculator": small, "speculation_config": config}
+    for seen in logits:
+        hook = small.register_forward_hook(lambda module, args, out, seen=seen: seen.append(out.logits.clone()))
+        model.generate(**prompts(3, (40, 9, 5)), **options)
+        hook.remove()
+        at_once(monkeypatch)
+    assert attended and any(one.shape[1] == 1 for one in logits[0])
+    for ours, twin in zip(*logits, strict=True):
+        torch.testing.assert_close(ours, twin, atol=1e-4, rtol=1e-4)
 
 
 def test_columns_of_other_rows_are_missed(attended: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:

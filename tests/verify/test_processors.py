@@ -16,11 +16,14 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 from transformers.generation import logits_process
 
+from hf_spec import SpeculationConfig
 from hf_spec.proposal import NO_PARENT, PAD_NODE, Proposal
+from hf_spec.sampling import draw
 from hf_spec.verify import prefixes, warpers
 from hf_spec.verify.prefixes import Prefixes
 from hf_spec.verify.processors import Processors, pure
 from hf_spec.verify.scores import NodeScores
+from hf_spec.verify.verifier import Verifier
 
 BATCH = 5  # rows of the generate call, of which ROWS are still going on
 ROWS = [3, 0, 2, 4]
@@ -201,6 +204,23 @@ def test_scores_are_those_of_plain_calls(case: str, shape: Callable[..., Proposa
         assert same(block.logits, before[0]) and torch.equal(block.text, before[1])
     assert changed, "this setting never does anything, so it tests nothing"
     assert reached > 2 * len(ROWS), "nothing but roots was compared"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_a_step_without_guesses_draws_in_float32(dtype: torch.dtype) -> None:
+    """As plain ``generate`` does; no processor makes float32 of half precision here."""
+    torch.manual_seed(0)
+    logits = (3 * torch.randn(VOCAB)).to(dtype).expand(20_000, 1, VOCAB)
+    rows = list(range(len(logits)))
+    proposal = Proposal.nothing(torch.zeros(len(rows), dtype=torch.long))
+    scores = NodeScores(Processors(LogitsProcessorList()), logits, proposal, None, [1] * len(rows), rows)
+    torch.manual_seed(1)
+    result = Verifier(SpeculationConfig(), sample=True)(proposal, scores, lambda emitted: [1] * len(emitted))
+    assert result is not None
+    torch.manual_seed(1)
+    assert torch.equal(result.tokens[:, 0], draw(logits[:, 0].float().softmax(-1)))
+    torch.manual_seed(1)
+    assert not torch.equal(result.tokens[:, 0], draw(logits[:, 0].softmax(-1)))
 
 
 EDGES: dict[str, Callable[[int], LogitsProcessor]] = {
