@@ -71,7 +71,7 @@ def model_card(
         + _usage_in_vllm(draft, name or "the-target", args.hub_model_id or "this-draft", base),
         "## Measured\n\n" + _measured(args, history, best_step),
         "## Training\n\n" + _recipe(args, steps, history, examples),
-        "## Licence\n\n" + _licence(args.license),
+        "## Licence\n\n" + _licence(args.license, _has_weights_of(draft, target)),
     ]
     if warnings := serving_warnings(draft, target):
         parts.append("## Limits\n\n" + "\n".join(f"- {warning}" for warning in warnings))
@@ -118,8 +118,16 @@ def _install(peft: bool) -> str:
     return f"```sh\npip install {f'{source} peft' if peft else source}\n```\n\n"
 
 
-def _licence(name: str | None) -> str:
+def _has_weights_of(draft: Any, target: PreTrainedModel) -> bool:
+    """Tell whether embeddings and output layer of ``draft`` began as those of ``target``: see ``new_draft``."""
+    width = target.config.get_text_config(decoder=True).hidden_size
+    return isinstance(draft, DraftModel) and draft.layer_config.hidden_size == width
+
+
+def _licence(name: str | None, has_weights_of_target: bool) -> str:
     own = f"The draft's own: {name}." if name else "None is named for the draft."
+    if not has_weights_of_target:
+        return own
     return f"{own} Its embeddings and output layer began as the target's, whose licence applies to them."
 
 

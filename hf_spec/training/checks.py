@@ -68,6 +68,11 @@ def check_arguments(draft: Any, target: PreTrainedModel, args: DraftTrainingArgu
             "its tensors, and torch refuses that: leave it out, or compile no layer"
         )
     if isinstance(draft, DraftModel):
+        if dropped := getattr(draft.layer_config, "attention_dropout", 0.0):
+            raise ValueError(
+                f"attention_dropout is {dropped:g}, and unrolled steps attend without dropout: set it to 0 in the "
+                "draft's layers"
+            )
         return
     if args.freeze_lm_head:
         raise ValueError("freeze_lm_head is for drafts that read the target's states: leave it out, or freeze weights")

@@ -15,6 +15,7 @@ B = TypeVar("B")
 REFUSED = (400, 404, 413, 422)  # HTTP statuses that a repeated request would get again
 NAMES = {"max_new_tokens": "max_tokens"}  # options of generate -> of chat completions
 KNOWN = ("max_tokens", "temperature", "top_p", "seed", "stop", "frequency_penalty", "presence_penalty")
+NOT_TEXT = ("tool_calls", "reasoning_content", "reasoning")  # fields for parts that parsers take out of an answer
 QUEUED_PER_THREAD = 2  # requests per thread that may be queued, running or finished before the next result is read
 
 
@@ -73,6 +74,11 @@ class Endpoint:
                 f"{self.url} cannot be reached ({error}). Start the server, or name another endpoint; answers are kept"
             ) from error
         choice = said.choices[0]
+        if lost := next((name for name in NOT_TEXT if getattr(choice.message, name, None)), None):
+            raise Refused(
+                f"the server has taken {lost} out of the answer, which drafts have to learn with it: start it without "
+                "a parser of tools and of reasoning"
+            )
         text = (choice.message.content or "").strip()
         text = text.encode("utf-8", "replace").decode()  # a server may cut a surrogate pair in two
         return text, choice.finish_reason == "length"

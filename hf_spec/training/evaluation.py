@@ -13,7 +13,7 @@ from ..checkpoints.resolve import as_speculator
 from ..integration import SpeculativeDecoding
 from ..metrics import Counts, SpeculationStats
 from ..sampling import other_random_numbers
-from ..scoring.plain import input_device, padded
+from ..scoring.plain import input_device, padded, position_limit
 from ..settings import SpeculationConfig
 from .data import check_ids, numbers
 
@@ -33,8 +33,10 @@ def measure(
 ) -> Counts:
     """Generate from ``prompts`` (token ids) with ``draft`` and count what was accepted.
 
-    ``temperature`` ``None`` is greedy. The state of the random generators is restored afterwards.
+    Prompts that leave no position for so many new tokens are cut at their beginning. ``temperature`` ``None`` is
+    greedy. The state of the random generators is restored afterwards.
     """
+    prompts, max_new_tokens = within_positions(prompts, max_new_tokens, position_limit(target))
     speculator = as_speculator(draft, target)
     config = speculator.settings(self_check=False)
     if num_speculative_tokens is not None:
@@ -50,6 +52,16 @@ def measure(
             for row in stats.per_row:
                 counts.add(row)
     return counts
+
+
+def within_positions(
+    prompts: Sequence[Sequence[int]], new: int, positions: int | None
+) -> tuple[list[Sequence[int]], int]:
+    """Return the ends of ``prompts`` after which ``new`` tokens have a position, and how many tokens that may be."""
+    if positions is None:
+        return [*prompts], new
+    new = min(new, positions - 1)
+    return [prompt[new - positions :] for prompt in prompts], new
 
 
 def _generate(

@@ -31,6 +31,7 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from ..checkpoints.fingerprint import differences, fingerprint, has_body, tokenizer_digest
+from ..configuration import hub_name
 from ..progress import Progress
 from ..scoring.adapters import base_model
 from ..scoring.plain import input_device
@@ -95,7 +96,7 @@ def cache_features(
     }
     if index.count:
         _refuse(path, differences(index.made_from, made_from))
-    index.made_from = made_from | index.made_from
+    index.made_from = made_from | {"name": hub_name(target.config.name_or_path)} | index.made_from
     bytes_per_token = len(kept) * target.config.get_text_config().hidden_size * kind.itemsize
     shards = survey.shards(max(1, index.made_from["shard_size"] // bytes_per_token))
     index.count = len(shards)

@@ -1,4 +1,4 @@
-"""Evaluation examples split over processes: examples added to make the shares equal are not counted."""
+"""Examples split over processes: in evaluation, those added to make the shares equal are not counted."""
 
 from __future__ import annotations
 
@@ -30,6 +30,24 @@ class Filled(IterableDataset[dict[str, Any]]):
         for _ in range(-count % self.share):
             assert example is not None  # an empty stream needs no padding
             yield example | {"loss_mask": [0] * len(numbers(example["loss_mask"]))}
+
+
+class Unsharded(IterableDataset[dict[str, Any]]):
+    """A stream of which accelerate gives each process every so many examples, and not some of its files.
+
+    Files differ in length, so that one process would take fewer steps than the others, and these would wait for it.
+    """
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return iter(self.dataset)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Let the stream shuffle anew."""
+        if hasattr(self.dataset, "set_epoch"):
+            self.dataset.set_epoch(epoch)
 
 
 def source_of(dataset: Any) -> Any:

@@ -49,6 +49,7 @@ TARGET = dict.fromkeys(("name", "adapter", "dtype", "attn_implementation", "revi
 PREPARE = {"split": str, "streaming": bool, "held_out": int | None, **get_type_hints(prepare_dataset)}
 PREPARE = {name: hint for name, hint in PREPARE.items() if name not in ("dataset", "tokenizer", "return")}
 FEATURES = {"directory": str, "without_target": bool, "dtype": str, "batch_size": int, "shard_size": int}
+SIZES = ("model_type", "vocab_size", "hidden_size", "num_hidden_layers", "intermediate_size", "num_attention_heads")
 RESULTS = ("config.json", "adapter_config.json", "model.safetensors")
 COUNTED = 10_000  # examples of a stream that are counted to choose the tokens of a smaller draft vocabulary
 MOST_NODES, LONGEST_NUMBER = 100_000, 64  # limits: values in a recipe after aliases are expanded, digits of a number
@@ -226,7 +227,9 @@ def train(recipe: dict[str, Any], changes: Sequence[str] = ()) -> tuple[str, dic
     with args.main_process_first(desc="preparing data"):
         splits = _splits(recipe, tokenizer, max_positions(target_config))
         check_tokenizer(splits["train"], tokenizer)
-    target = (alone and _target_of_caches(features["directory"], splits)) or _target(**recipe["target"])
+    target = (alone and _target_of_caches(features["directory"], splits, name, target_config)) or _target(
+        **recipe["target"]
+    )
     draft = _draft(recipe["draft"], base_model(target), splits["train"])
     if features:
         layers = draft.feature_layers(base_model(target)) if isinstance(draft, DraftModel) else ()
@@ -287,8 +290,11 @@ def _splits(recipe: dict[str, Any], tokenizer: Any, positions: int) -> Any:
     return prepared(data, tokenizer, positions=positions, **options)
 
 
-def _target_of_caches(directory: str, parts: Iterable[str]) -> Any:
-    """Load the target's embeddings and output layer from finished caches; ``None`` if a cache must still be made."""
+def _target_of_caches(directory: str, parts: Iterable[str], name: str, config: PreTrainedConfig) -> Any:
+    """Load the target's embeddings and output layer from finished caches; ``None`` if a cache must still be made.
+
+    Errors: a ValueError if they are of another target than ``name``, which has this ``config``.
+    """
     try:
         caches = [FeatureCache(Path(directory, part)) for part in parts]
     except OSError as error:  # a damaged file was removed
@@ -296,7 +302,21 @@ def _target_of_caches(directory: str, parts: Iterable[str]) -> Any:
         return None
     except ValueError:  # not started, or not finished
         return None
-    return caches[0].load_target()
+    target, recorded = caches[0].load_target(), caches[0].made_from.get("name")
+    own, wanted = (one.get_text_config(decoder=True) for one in (target.config, config))
+    found = [
+        f"{key} was {getattr(own, key, None)}, not {getattr(wanted, key, None)}"
+        for key in SIZES
+        if getattr(own, key, None) != getattr(wanted, key, None)
+    ]
+    if None not in (recorded, hub_name(name)) and recorded != name:
+        found.append(f"the target was {recorded}, not {name}")
+    if found:
+        raise ValueError(
+            f"the feature cache in {directory} is of another target: {'; '.join(found)}. Name the target it was made "
+            "from, or make another cache in another directory"
+        )
+    return target
 
 
 def _target(name: str, adapter: str | None = None, **options: Any) -> Any:

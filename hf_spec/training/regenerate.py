@@ -346,6 +346,9 @@ def _generate_together(
     out = target.generate(asked, **inputs, pad_token_id=pad, **options)
     said = out[:, asked.shape[1] :]  # (prompts, new tokens)
     ends = generation_settings(target, options).get("eos_token_id")  # may be 0, so compare with None
-    cut = ~torch.isin(said, torch.tensor([] if ends is None else ends, device=said.device)).any(1)
-    texts = tokenizer.batch_decode(said, skip_special_tokens=True)
+    is_end = torch.isin(said, torch.tensor([] if ends is None else ends, device=said.device))
+    cut = ~is_end.any(1)
+    lengths = torch.where(cut, said.shape[1], is_end.int().argmax(1)).tolist()
+    # Special tokens inside an answer, such as those around reasoning, are part of what the target says.
+    texts = [tokenizer.decode(row[:length]) for row, length in zip(said, lengths, strict=True)]
     return [(text.strip(), one) for text, one in zip(texts, cut.tolist(), strict=True)]

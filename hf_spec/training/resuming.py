@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from accelerate.utils import gather_object  # type: ignore[import-untyped]
 from safetensors import SafetensorError, safe_open
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import logging
@@ -55,6 +56,17 @@ def checkpoint_to_resume(asked: str | bool | None, output_dir: str | os.PathLike
         logger.warning(f"{checkpoint} {problem}: looking for an earlier checkpoint to resume from")
     logger.warning(f"there is no complete checkpoint in {output_dir}: training starts from the beginning")
     return None
+
+
+def check_same_everywhere(checkpoint: str | None, processes: int) -> None:
+    """Raise a ValueError if processes, maybe on several machines, have found different checkpoints."""
+    own = None if checkpoint is None else Path(checkpoint).name
+    found = [own] if processes == 1 else gather_object([own])
+    if len({*found}) > 1:
+        raise ValueError(
+            f"processes resume from different checkpoints ({', '.join(str(one) for one in dict.fromkeys(found))}): "
+            "give all machines the same output_dir, or name a checkpoint that each has"
+        )
 
 
 def checkpoints(output_dir: str | os.PathLike[str]) -> list[Path]:

@@ -35,6 +35,7 @@ def set_up(plugin: Any) -> None:
     if plugin.fsdp_version != 2:
         raise ValueError(f"drafts are sharded by FSDP 2, not by FSDP {plugin.fsdp_version}: set fsdp_version to 2")
     plugin.auto_wrap_policy = None
+    plugin.set_state_dict_type("FULL_STATE_DICT")  # of shards alone, Trainer would write no draft at the end
     plugin.cpu_ram_efficient_loading = False  # not needed, as each process has the draft; and it loses buffers (d2t)
 
 

@@ -30,7 +30,7 @@ from .checks import check_arguments, check_before_saving, check_call, check_fini
 from .data import DraftCollator, check_examples
 from .evaluation import acceptance, measure, prompts_of, sums_of, token_ids
 from .features import LAST, FeatureCache
-from .held_out import Filled, source_of, without_repeats
+from .held_out import Filled, Unsharded, source_of, without_repeats
 from .losses import (
     ChunkedLoss,
     StepMetrics,
@@ -45,6 +45,7 @@ from .resuming import (
     asks_to_resume,
     check_draft,
     check_output_dir,
+    check_same_everywhere,
     checked_optimizer,
     checkpoint_to_resume,
     explain_full_disk,
@@ -121,6 +122,11 @@ class DraftTrainer(Trainer):
     def call_model_init(self, trial: Any = None) -> Any:
         return self._prepare_draft(super().call_model_init(trial), self.settings)
 
+    def _hp_search_setup(self, trial: Any) -> None:
+        super()._hp_search_setup(trial)
+        if self.settings.freeze_lm_head != self._is_head_frozen:  # Trainer makes the draft before it sets arguments
+            raise ValueError("freeze_lm_head cannot be searched over: make one search with it, and one without")
+
     def _prepare_draft(self, model: Any, args: DraftTrainingArguments) -> Any:
         draft = base_model(model)
         if not isinstance(draft, PreTrainedModel) or draft is self.target:
@@ -138,6 +144,7 @@ class DraftTrainer(Trainer):
             draft.bind(self.target)
             for layer in draft.output_layers if args.freeze_lm_head else ():
                 layer.requires_grad_(False)
+        self._is_head_frozen = args.freeze_lm_head
         if self._peft_config is not None:
             from peft import get_peft_model
 
@@ -147,7 +154,6 @@ class DraftTrainer(Trainer):
             self._admit(data)
         let_forward_compute_a_loss(draft)
         self._around: dict[str, Any] = {}  # the draft's wrapped forward, see ``as_trained``
-        self._steps = count_steps(draft, args.unroll_steps)
         if sharding.is_asked_for(args):
             sharding.hide_embeddings_and_head(model)
         return model
@@ -171,6 +177,11 @@ class DraftTrainer(Trainer):
     def draft(self) -> Any:
         """Return the draft without the wrappers of training and PEFT."""
         return base_model(self.accelerator.unwrap_model(self.model))
+
+    @property
+    def _steps(self) -> int:
+        """Return how many steps the draft is unrolled for; a search may change it between two trials."""
+        return count_steps(self.draft, self.settings.unroll_steps)
 
     @property
     def settings(self) -> DraftTrainingArguments:
@@ -299,8 +310,8 @@ class DraftTrainer(Trainer):
         return super().get_test_dataloader(test_dataset)
 
     def _get_dataloader(self, dataset: Any, *args: Any, is_training: bool = False, **kwargs: Any) -> Any:
-        if not is_training and isinstance(dataset, IterableDataset) and self.accelerator.num_processes > 1:
-            dataset = Filled(dataset, self.args.eval_batch_size * self.accelerator.num_processes)
+        if isinstance(dataset, IterableDataset) and (processes := self.accelerator.num_processes) > 1:
+            dataset = Unsharded(dataset) if is_training else Filled(dataset, self.args.eval_batch_size * processes)
         return super()._get_dataloader(dataset, *args, is_training=is_training, **kwargs)  # type: ignore[misc]
 
     # -- logs and evaluation ------------------------------------------------------------------------------------------
@@ -372,6 +383,8 @@ class DraftTrainer(Trainer):
         Errors: a ValueError if ``output_dir`` has the checkpoints of another run that is not resumed.
         """
         checkpoint = checkpoint_to_resume(resume_from_checkpoint, cast(str, self.args.output_dir))
+        if asks_to_resume(resume_from_checkpoint):
+            check_same_everywhere(checkpoint, self.accelerator.num_processes)
         if not asks_to_resume(resume_from_checkpoint) and not self.state.global_step:
             check_output_dir(cast(str, self.args.output_dir))
         if self.model is not None:

@@ -7,6 +7,7 @@ import re
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -149,3 +150,16 @@ def test_an_error_ends_what_waits() -> None:
     with pytest.raises(ConnectionError):
         list(map_in_threads(fail, range(100), 2))
     assert len(begun) < 20
+
+
+@pytest.mark.parametrize("lost", ["tool_calls", "reasoning_content", "reasoning"])
+def test_answers_without_what_a_parser_took_out_are_refused(lost: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A draft would learn an answer that the target never gives."""
+    message = SimpleNamespace(content="It is four.", **{lost: "two and two"})
+    said = SimpleNamespace(choices=[SimpleNamespace(message=message, finish_reason="stop")])
+    server = Endpoint("http://localhost:1/v1", "m")
+    monkeypatch.setattr(server._client.chat.completions, "create", lambda **options: said)
+    with pytest.raises(Refused, match=f"taken {lost} out of the answer"):
+        server.answer(chat("2+2?")[:1], {}, {})
+    setattr(message, lost, None)
+    assert server.answer(chat("2+2?")[:1], {}, {}) == ("It is four.", False)

@@ -105,6 +105,7 @@ def test_a_card_says_how_to_use_the_draft(make: Any, tmp_path: Path) -> None:
     assert EXPECTED[make] in card.text
     assert card.data.base_model == "org/target" and card.data.datasets == ["org/chats"]
     assert "| data | org/chats, 4 examples |" in card.text
+    assert ("began as the target's" in card.text) == (make is not vanilla)
     loader = "AutoModelForCausalLM" if make is vanilla else "AutoModel"
     assert f'draft = {loader}.from_pretrained("me/draft")' in card.text
     assert 'target = AutoModelForCausalLM.from_pretrained("org/target")' in card.text

@@ -16,6 +16,7 @@ from transformers import AutoTokenizer
 
 from hf_spec import demo
 from hf_spec.training import DraftTrainer, cache_features, prepare_dataset
+from hf_spec.training.resuming import check_same_everywhere
 from hf_spec.training.sources import prepared
 from hf_spec.training.vocabulary import count_tokens
 
@@ -131,16 +132,22 @@ def test_features_of_a_stream_are_not_kept(tmp_path: Path) -> None:
 def work(folder: str) -> None:
     """Be one of two processes, which read batches of different widths from one stream."""
     torch.set_num_threads(1)
-    rows, target = datasets.Dataset.from_list(examples()).to_iterable_dataset(), sharp_target()
-    given = arguments(Path(folder), per_device_train_batch_size=1, max_steps=3)
-    trainer = DraftTrainer(eagle3(target), target, given, train_dataset=rows)
-    read = []
-    collate = trainer.data_collator
-    trainer.data_collator = lambda batch: read.extend(batch) or collate(batch)
-    trainer.train()
-    assert trainer.accelerator.num_processes == 2
-    mine = [row["input_ids"] for row in examples()][trainer.accelerator.process_index :: 2]
-    assert [row["input_ids"] for row in read][:3] == mine[:3]
+    target = sharp_target()
+    for files in (1, 3):  # of three, one process would be given two
+        rows = datasets.Dataset.from_list(examples()).to_iterable_dataset(num_shards=files)
+        given = arguments(Path(folder), per_device_train_batch_size=1, max_steps=3)
+        trainer = DraftTrainer(eagle3(target), target, given, train_dataset=rows)
+        read = []
+        collate = trainer.data_collator
+        trainer.data_collator = lambda batch, read=read, collate=collate: read.extend(batch) or collate(batch)
+        trainer.train()
+        assert trainer.accelerator.num_processes == 2
+        mine = [row["input_ids"] for row in examples()][trainer.accelerator.process_index :: 2]
+        assert [row["input_ids"] for row in read][:3] == mine[:3]
+    here = f"checkpoint-{trainer.accelerator.process_index}"
+    check_same_everywhere("a/checkpoint-1", 2)
+    with pytest.raises(ValueError, match="different checkpoints"):
+        check_same_everywhere(here, 2)
     leave()
 
 

@@ -10,9 +10,12 @@ import pytest
 import torch
 from architectures import build, prompts
 from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from hf_spec.scoring.hooks import hooked
-from hf_spec.training.teacher import Reader
+from hf_spec.training.teacher import Reader, separates_documents
 
 NUM_LAYERS = 2
 
@@ -56,3 +59,23 @@ def test_another_thread_is_given_its_own_logits_while_some_are_worked_out() -> N
         reader.logits(reader.read(ids)[1][0])
     assert found
     assert all(torch.equal(logits, expected) for logits in found)
+
+
+@torch.no_grad()
+def test_a_kernel_that_finds_documents_in_one_row_alone_is_not_trusted() -> None:
+    """As those of flash attention, which look for them in the positions of a batch of one."""
+
+    def mask(batch_size: int, *args: Any, **kwargs: Any) -> Any:
+        own = kwargs["mask_function"] if batch_size == 1 else causal_mask_function
+        return sdpa_mask(batch_size, *args, **kwargs | {"mask_function": own, "allow_is_causal_skip": False})
+
+    AttentionInterface.register("one_row", sdpa_attention_forward)
+    AttentionMaskInterface.register("one_row", mask)
+    ids, documents = prompts(2, (9,))["input_ids"], torch.tensor([[0] * 4 + [1] * 5, [0] * 6 + [1] * 3])
+    found = {}
+    for implementation, separates in (("sdpa", True), ("one_row", False)):
+        model = build("llama", num_hidden_layers=NUM_LAYERS)
+        model.set_attn_implementation(implementation)
+        assert separates_documents(model) == separates
+        found[implementation] = Reader(model).read(ids, documents)[1]
+    torch.testing.assert_close(found["one_row"], found["sdpa"], rtol=1e-4, atol=1e-4)

@@ -27,6 +27,7 @@ from hf_spec import demo
 from hf_spec.drafts.eagle3.configuration import Eagle3SpeculatorConfig
 from hf_spec.drafts.medusa.configuration import MedusaSpeculatorConfig
 from hf_spec.training import DraftTrainer, cache_features
+from hf_spec.training.evaluation import measure, within_positions
 from hf_spec.training.recipe import read_recipe, train
 
 ROOT = Path(__file__).parents[2]
@@ -63,6 +64,48 @@ def test_hyperparameters_are_searched_for(tmp_path: Path) -> None:
         found[rate] = one.evaluate()["eval_loss"]
     assert best.hyperparameters["learning_rate"] == min(found, key=lambda rate: found[rate])
     assert best.objective == pytest.approx(min(found.values()))
+
+
+def test_a_search_counts_the_steps_of_its_trial(tmp_path: Path) -> None:
+    """Trainer makes the draft of a trial before it sets the trial's arguments."""
+    target, found = sharp_target(), []
+    args = arguments(tmp_path, max_steps=1, eval_strategy="steps", eval_steps=1, data_seed=0)
+    data = {"train_dataset": text(), "eval_dataset": text(seed=9)}
+    trainer = DraftTrainer(target=target, model_init=lambda: eagle3(target), args=args, **data)
+
+    def objective(metrics: dict[str, float]) -> float:
+        found.append((trainer.settings.unroll_steps, trainer._steps, sum("_loss_" in name for name in metrics)))
+        return metrics["eval_loss"]
+
+    def search(name: str, values: list[Any]) -> None:
+        trainer.hyperparameter_search(
+            hp_space=lambda trial: {name: trial.suggest_categorical(name, values)},
+            compute_objective=objective,
+            n_trials=2,
+            sampler=optuna.samplers.GridSampler({name: values}),
+        )
+
+    search("unroll_steps", [1, 3])
+    assert sorted(asked for asked, *_ in found) == [1, 3]
+    assert all(asked == steps for asked, steps, _ in found), found
+    with pytest.raises(ValueError, match="freeze_lm_head cannot be searched over"):
+        search("freeze_lm_head", [True, False])
+
+
+def test_dropout_that_steps_would_not_have_is_refused(tmp_path: Path) -> None:
+    target = sharp_target()
+    draft = eagle3(target, layers={"attention_dropout": 0.1})
+    with pytest.raises(ValueError, match=r"attention_dropout is 0\.1"):
+        DraftTrainer(draft, target, arguments(tmp_path))
+
+
+def test_prompts_of_an_evaluation_end_where_positions_do() -> None:
+    model = build("gpt2", num_hidden_layers=2, n_positions=32)
+    counts = measure("ngram", model, [[*range(5, 36)], [7, 8, 9], [*range(40)]], 12)
+    assert counts.emitted > 12
+    assert within_positions([[1, 2, 3]], 12, None) == ([[1, 2, 3]], 12)
+    assert within_positions([[*range(40)], [1]], 12, 32) == ([[*range(20, 40)], [1]], 12)
+    assert within_positions([[*range(40)]], 50, 32) == ([[39]], 31)
 
 
 @pytest.mark.parametrize("make", [eagle3, pytest.param(mtp, marks=pytest.mark.slow)])

@@ -256,6 +256,13 @@ def test_a_draft_is_trained_from_features_without_the_targets_weights(
     assert main(["train", again]) == 1 and "features-00000.safetensors" in caplog.text
     weights.rename(target / "model.safetensors")
     assert main(["train", again]) == 0 and shard.exists()
+    # Another target is noticed by its config, or by the name that the cache has recorded.
+    elsewhere = recipe(tmp_path, rows, {"kind": "eagle3"}, **sections, trainer={"output_dir": str(tmp_path / "third")})
+    config = json.loads((target / "config.json").read_text(encoding="utf-8"))
+    (target / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 3}), encoding="utf-8")
+    assert main(["train", elsewhere]) == 1
+    assert "is of another target: num_hidden_layers was" in capsys.readouterr().err
+    assert not (tmp_path / "third").exists()
 
 
 def test_features_are_made_where_there_are_none(stories: Path, tmp_path: Path) -> None:

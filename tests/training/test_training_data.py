@@ -31,6 +31,7 @@ from hf_spec.training import (
 )
 from hf_spec.training.chat import messages_of
 from hf_spec.training.evaluation import prompts_of
+from hf_spec.training.regenerate import _generate_together
 
 PLAIN = (
     "{% for m in messages %}<{{ m.role }}> {{ m.content }} <end>\n{% endfor %}"
@@ -397,6 +398,25 @@ def test_counts_are_of_answers(tmp_path: Path) -> None:
     assert torch.equal(counts, count_tokens(list(rows), len(tokenizer())))
 
 
+def test_special_tokens_inside_an_answer_are_part_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as those around reasoning; the end of the text and what pads it are not."""
+    words = tokenizer()
+    words.add_special_tokens({"additional_special_tokens": ["<think>", "</think>"]})
+    ends = words.convert_tokens_to_ids(["three", "four"])
+    target = tiny_target(vocab_size=len(words))
+    monkeypatch.setattr(target.generation_config, "eos_token_id", ends)
+    said = [
+        "<think> one </think> two four one one",
+        "<think> one </think> two one two one",
+        "three one one one one two two",
+    ]
+    ids = torch.tensor([words.convert_tokens_to_ids(one.split()) for one in said])
+    monkeypatch.setattr(target, "generate", lambda asked, **options: torch.cat([asked, ids], 1))
+    found = _generate_together([[1], [1], [1]], target, words, {"max_new_tokens": 7})
+    assert [cut for _, cut in found] == [False, True, False]
+    assert [words(text)["input_ids"] for text, _ in found] == [ids[0, :4].tolist(), ids[1].tolist(), []]
+
+
 def test_the_target_answers_anew_and_goes_on_after_an_interruption(tmp_path: Path) -> None:
     target, words = tiny_target(vocab_size=len(tokenizer())), tokenizer()
     conversations = [CHAT, CHAT[:2], [{"role": "user", "content": "nine"}, *CHAT[1:]]]
@@ -407,10 +427,9 @@ def test_the_target_answers_anew_and_goes_on_after_an_interruption(tmp_path: Pat
     assert rows[0][0] == CHAT[0] and rows[0][2] == CHAT[2]
     prompt = words(words.apply_chat_template(rows[0][:3], tokenize=False, add_generation_prompt=True))
     out = target.generate(torch.tensor([prompt["input_ids"]]), max_new_tokens=4, do_sample=False)
-    assert rows[0][3] == {
-        "role": "assistant",
-        "content": words.decode(out[0, len(prompt["input_ids"]) :], skip_special_tokens=True).strip(),
-    }
+    said, end = out[0, len(prompt["input_ids"]) :].tolist(), target.generation_config.eos_token_id
+    content = words.decode(said[: said.index(end)] if end in said else said).strip()
+    assert rows[0][3] == {"role": "assistant", "content": content}
     broken = tmp_path / "broken.jsonl"
     lines = whole.read_text().splitlines(keepends=True)
     broken.write_text(lines[0] + lines[1][:9])
