@@ -20,7 +20,16 @@ from ..untrusted import check_ends, check_sound, printable
 from .kinds import formats
 from .neighbours import refuse_uno
 
-HUB_OPTIONS = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
+HUB_OPTIONS = (
+    "cache_dir",
+    "force_download",
+    "local_files_only",
+    "proxies",
+    "revision",
+    "subfolder",
+    "token",
+    "variant",
+)
 CONFIG, ADAPTER = "config.json", "adapter_config.json"
 WEIGHT_FILES = (
     "model.safetensors",
@@ -38,18 +47,27 @@ NOWHERE: dict[type, str] = {
 }
 
 
-def weight_files() -> tuple[str, ...]:
+def weight_files(variant: str | None = None) -> tuple[str, ...]:
     """List the files that may hold a draft's weights; those of a particular format come first."""
-    return (*(name for one in formats() for name in one.weight_files), *WEIGHT_FILES)
+    names = (*(name for one in formats() for name in one.weight_files), *WEIGHT_FILES)
+    if variant is None:
+        return names
+    parts = (name.rpartition(".") for name in names)
+    return tuple(f"{before}.{variant}.{end}" for before, _, end in parts)
 
 
 def read_checkpoint(
-    path: str | os.PathLike[str], inside_target: bool = False, only_names: bool = False, **hub: Any
+    path: str | os.PathLike[str],
+    inside_target: bool = False,
+    only_names: bool = False,
+    variant: str | None = None,
+    **hub: Any,
 ) -> Checkpoint:
     """Read config and tensors of a local directory or Hub id. Errors: an OSError that names the file and a remedy.
 
     If the checkpoint is a target's and contains a draft, only the draft is read. With ``inside_target``, nothing is
-    read if it contains none. ``only_names`` reads empty tensors, whose names are enough to detect the format.
+    read if it contains none. ``variant`` is part of the files' names, as in ``save_pretrained``. ``only_names`` reads
+    empty tensors, whose names are enough to detect the format.
     """
     config = _json(_find_config(path, hub))
     if isinstance(config.get("dflash_config"), dict) and _find(path, MASK_EMBEDDING, hub) is not None:
@@ -57,7 +75,7 @@ def read_checkpoint(
             f"{path} has {MASK_EMBEDDING}, an embedding for mask tokens that is not the target's, and hf_spec does "
             "not read it: serve the draft in vLLM, or take another one"
         )
-    for name in weight_files():
+    for name in weight_files(variant):
         if (file := _find(path, name, hub)) is None:
             continue
         if not name.endswith(".json"):
@@ -69,7 +87,7 @@ def read_checkpoint(
                 raise OSError(f"{path}: {name} names {shard}, which is missing; copy or download the checkpoint again")
             tensors |= _tensors(part, inside_target, only_names)
         return Checkpoint(str(path), config, tensors)
-    raise OSError(f"{path} has a config.json but no weights; it should hold one of {weight_files()}")
+    raise OSError(f"{path} has a config.json but no weights; it should hold one of {weight_files(variant)}")
 
 
 def _shards(file: str) -> dict[str, str]:

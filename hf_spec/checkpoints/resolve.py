@@ -202,21 +202,29 @@ def _best_at_hand(target: PreTrainedModel) -> Speculator:
     for place in places:
         # The cache may have only some of its files, or the draft may not fit the target.
         with contextlib.suppress(OSError, ValueError):
-            found = _from_files(place, target)
+            found = _own_layers_at_hand(target) if place == "mtp" else _from_files(place, target)
             found.check(target, found.settings(None))
             logger.info(f"speculator='auto' is {place} for {target.config.name_or_path or type(target).__name__}")
             return found
     return NgramSpeculator(history_size=DEFAULT_HISTORY_SIZE)
 
 
-def _own_layers(target: PreTrainedModel) -> Speculator:
+def _own_layers_at_hand(target: PreTrainedModel) -> Speculator:
+    """Read the MTP layers of ``target`` without a download. Errors: an OSError if its files are not here."""
+    path = target.config.name_or_path
+    if path and not os.path.isdir(path) and cached(path) is None:  # loaded from another cache, or of another revision
+        raise FileNotFoundError(f"{path} is not in the Hub's local cache")
+    return _own_layers(target, local_files_only=True)
+
+
+def _own_layers(target: PreTrainedModel, **hub: Any) -> Speculator:
     """Read the MTP layers of ``target`` from its checkpoint; through transformers if its config has them."""
     if getattr(target.config.get_text_config(decoder=True), "num_mtp_layers", None):
         return TargetMtp.of(target)
     path, found = target.config.name_or_path, None
     if path:
         with contextlib.suppress(OSError):  # the name may not be a path or Hub id
-            found = read_checkpoint(path, inside_target=True)
+            found = read_checkpoint(path, inside_target=True, **hub)
     if found is None or not found.tensors or find_format(found).name != "mtp":
         here = " For the directory 'mtp' here, write './mtp'." if Path("mtp").is_dir() else ""
         raise ValueError(

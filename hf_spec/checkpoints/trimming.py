@@ -34,6 +34,8 @@ def trimmed(draft: DraftModel, ids: Sequence[int] | Tensor) -> Any:
         )
     if draft.d2t is not None:
         raise ValueError(f"the draft proposes {len(draft.d2t)} of {whole} tokens already: trim the one it was made of")
+    if getattr(config, "scored_as_target", False) and not draft._lent:
+        raise ValueError("the draft takes its vocabulary from its target: call draft.bind(target) first")
     kept = torch.as_tensor(ids, dtype=torch.long).sort().values
     if not len(kept) or int(kept[0]) < 0 or int(kept[-1]) >= whole or len(kept.unique()) < len(kept):
         raise ValueError(f"the vocabulary must list tokens of 0 to {whole - 1}, each of them once")
@@ -41,6 +43,7 @@ def trimmed(draft: DraftModel, ids: Sequence[int] | Tensor) -> Any:
         raise ValueError(f"the vocabulary lists all {whole} tokens, so that nothing is trimmed; list fewer")
     smaller = copy.deepcopy(config)
     smaller.draft_vocab_size = len(kept)
+    smaller.validate()
     model: Any = type(draft)
     made = model(smaller).to(draft.device, draft.dtype).eval()
     ends = {f"{name}.weight" for name, module in draft.named_modules() if _ends_in_vocabulary(draft, module)}

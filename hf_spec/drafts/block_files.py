@@ -59,7 +59,6 @@ def read_flat(
     """Read a flat config, in which the fields of the decoder layers are at the top level; ``given`` are the others."""
     tensors = needed(tensors)
     layers = flat_layers(raw, tensors)
-    layers.layer_types = layers.layer_types[: layers.num_hidden_layers]  # may be copied from the target
     scales = {name: float(raw[name]) for name in SCALES if raw.get(name)}
     if layers.model_type == GEMMA:  # whose layers have a cap of their own, by the same key
         scales.pop("final_logit_softcapping", None)

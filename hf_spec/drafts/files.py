@@ -174,6 +174,8 @@ def flat_layers(raw: dict[str, Any], tensors: dict[str, Tensor]) -> Any:
         given.setdefault("rope_theta", 10000.0)
     indices = {int(name.split(".")[1]) for name in tensors if name.startswith("layers.")}
     given["num_hidden_layers"] = len(indices)
+    if "layer_types" in given:
+        given["layer_types"] = given["layer_types"][: len(indices)]  # may be copied from the target
     given["attention_bias"] = any(name.endswith("q_proj.bias") for name in tensors)
     if kind == "llama":
         given["mlp_bias"] = any(name.endswith("gate_proj.bias") for name in tensors)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from transformers import Cache, PreTrainedModel
 
+from ..config_keys import Known, known
 from ..configuration import GEMMA
 from .base import DraftOutput
 from .features import FeatureSpeculatorConfig
@@ -59,6 +60,13 @@ class FusingSpeculatorConfig(FeatureSpeculatorConfig):
     norm_output: bool = False
     norm_before_lm_head: bool = True
     embed_requires_grad: bool = False
+
+    @classmethod
+    def known_keys(cls, given: dict[str, Any]) -> Known:
+        """Return the known keys of ``given``; one of the layers is written for vLLM, see ``to_diff_dict``."""
+        found: Any = super().known_keys(given)
+        inside = {**found["transformer_layer_config"], **known("num_aux_hidden_states")}
+        return {**found, "transformer_layer_config": inside}
 
     def to_diff_dict(self) -> dict[str, Any]:
         """Write the number of features as well, if it is not three: vLLM's llama drafts read it there."""

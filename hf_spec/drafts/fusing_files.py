@@ -22,9 +22,9 @@ def aux_layer_ids(config: dict[str, Any]) -> list[int] | None:
     ModelOpt, SGLang) names the layer whose output is read: ``hidden_states[i + 1]``. EAGLE's own files name none.
     """
     name, later = "eagle_aux_hidden_state_layer_ids", 0
-    if (ids := config.get(name)) is None:
+    if (ids := config.get(name)) in (None, []):  # ModelOpt writes an empty list for its default
         ids, later = (config.get("eagle_config") or {}).get(name), 1
-    if ids is None:
+    if ids in (None, []):
         return None
     if not isinstance(ids, list) or not all(map(is_int, ids)):
         raise ValueError(f"{name} is {ids!r}; list whole numbers, one per hidden state that the draft reads")

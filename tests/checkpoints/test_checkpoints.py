@@ -23,6 +23,8 @@ from hf_spec.checkpoints.conversion import convert, export
 from hf_spec.checkpoints.files import read_checkpoint
 from hf_spec.checkpoints.inspection import inspect
 from hf_spec.checkpoints.kinds import find_format
+from hf_spec.checkpoints.resolve import load_draft as load
+from hf_spec.config_keys import unknown_keys
 from hf_spec.drafts.eagle3.configuration import Eagle3SpeculatorConfig
 from hf_spec.drafts.eagle3.formats import aux_layer_ids
 from hf_spec.drafts.eagle3.modeling import Eagle3DraftModel
@@ -150,6 +152,7 @@ def test_vllm_is_told_how_many_features_there_are(ids: list[int] | None, tmp_pat
     loaded.save_pretrained(tmp_path)
     path = tmp_path / "config.json"
     config = json.loads(path.read_text())
+    assert unknown_keys(config, Eagle3SpeculatorConfig.known_keys(config)) == []
     assert (
         vllm_objections(config, set(load_file(tmp_path / "model.safetensors")))
         == inspect(tmp_path).engines["vLLM"]
@@ -218,6 +221,12 @@ def test_every_format_is_recognised(case: str, layout: str, feature_layers: tupl
         ),
         pytest.param({}, None, id="eagle"),
         pytest.param({"eagle_config": {}}, None, id="modelopt-silent"),
+        pytest.param({"eagle_config": {"eagle_aux_hidden_state_layer_ids": []}}, None, id="modelopt-default"),
+        pytest.param(
+            {"eagle_aux_hidden_state_layer_ids": [], "eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 3]}},
+            [2, 4],
+            id="empty",
+        ),
     ],
 )
 def test_layer_ids_of_every_convention(config: dict[str, Any], expected: list[int] | None) -> None:
@@ -240,6 +249,31 @@ def test_a_modelopt_export(tmp_path: Path) -> None:
     twin = load_draft("specforge_eagle3_plain")
     assert torch.equal(logits(draft, "specforge_eagle3_plain"), logits(twin, "specforge_eagle3_plain"))
     assert torch.equal(draft.t2d, twin.t2d)
+
+
+def test_kinds_of_layers_may_be_copied_from_the_target(tmp_path: Path) -> None:
+    path = copy_of("specforge_eagle3_plain", tmp_path / "draft")
+    edit_config(path, layer_types=["full_attention"] * 6)
+    draft = AutoDraftModel.from_pretrained(path, dtype=torch.float32)
+    assert draft.config.layers.layer_types in (None, ["full_attention"])
+    twin = load_draft("specforge_eagle3_plain")
+    assert torch.equal(logits(draft, "specforge_eagle3_plain"), logits(twin, "specforge_eagle3_plain"))
+
+
+def test_a_variant_is_read_from_its_own_files(tmp_path: Path) -> None:
+    draft, io = load_draft("specforge_eagle3_plain"), "specforge_eagle3_plain"
+    draft.save_pretrained(tmp_path / "both", variant="fp16")
+    shutil.copytree(tmp_path / "both", tmp_path / "alone")
+    other = Eagle3DraftModel(draft.config)
+    other.save_pretrained(tmp_path / "both")
+    for place in ("alone", "both"):
+        found = AutoDraftModel.from_pretrained(tmp_path / place, variant="fp16", dtype=torch.float32)
+        assert torch.equal(logits(found, io), logits(draft, io))
+    assert type(load(tmp_path / "alone", load_target(io), variant="fp16")) is Eagle3DraftModel
+    with pytest.raises(OSError, match=r"model\.safetensors"):
+        AutoDraftModel.from_pretrained(tmp_path / "alone")
+    with pytest.raises(OSError, match=r"model\.bf16\.safetensors"):
+        AutoDraftModel.from_pretrained(tmp_path / "both", variant="bf16")
 
 
 @pytest.mark.parametrize(

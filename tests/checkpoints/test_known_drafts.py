@@ -7,14 +7,16 @@ import runpy
 import shutil
 from datetime import date
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from architectures import build
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 import hf_spec
 from hf_spec import demo
-from hf_spec.checkpoints import known
+from hf_spec.checkpoints import files, known, resolve
 from hf_spec.checkpoints.kinds import DRAFT_MODELS
 from hf_spec.checkpoints.known import known_drafts
 from hf_spec.checkpoints.resolve import load_draft
@@ -175,3 +177,18 @@ def test_auto_passes_over_drafts_that_are_not_read(
     put_into_cache(cache, "me/draft", Path(demo.path("draft-eagle3")))
     monkeypatch.setattr(known, "_table", lambda: (entry,))
     assert isinstance(hf_spec.as_speculator("auto", target), hf_spec.NgramSpeculator)
+
+
+def test_auto_fetches_no_layers_of_the_target(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that was loaded from another cache, or of another revision, has no files in the usual place."""
+    asked: list[Any] = []
+    monkeypatch.setattr(files, "cached_file", lambda path, name, **given: asked.append(given))
+    for counts, there in ((False, False), (False, True), (True, False)):
+        asked.clear()
+        target = build("llama", num_hidden_layers=2)
+        target.config.name_or_path = "some-org/some-target"
+        if counts:
+            target.config.num_mtp_layers = 1
+        monkeypatch.setattr(resolve, "cached", lambda path, there=there: Path("there") if there else None)
+        assert isinstance(hf_spec.as_speculator("auto", target), hf_spec.NgramSpeculator)
+        assert bool(asked) == there and all(given["local_files_only"] for given in asked)

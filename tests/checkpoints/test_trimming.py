@@ -73,6 +73,8 @@ def test_what_cannot_be_trimmed_is_refused() -> None:
         trimmed(trimmed(draft, KEPT), [3, 4])
     with pytest.raises(ValueError, match="of kind 'mtp' proposes all tokens"):
         trimmed(load_draft("sp_mtp_qwen3"), KEPT)
+    with pytest.raises(ValueError, match="draft_vocab_size"):
+        trimmed(load_draft(DFLASH2), KEPT)
 
 
 def test_the_most_frequent_tokens_are_kept() -> None:

@@ -28,6 +28,7 @@ from hf_spec.checkpoints import resolve
 from hf_spec.checkpoints.auto import AutoDraftModel
 from hf_spec.checkpoints.conversion import convert
 from hf_spec.checkpoints.known import KnownDraft
+from hf_spec.checkpoints.trimming import trimmed
 from hf_spec.drafts.dflash.configuration import DFlashSpeculatorConfig
 from hf_spec.drafts.dflash.modeling import DFlashDraftModel
 from hf_spec.unroll.feedback import UnrollInput
@@ -254,6 +255,18 @@ def test_the_vocabulary_is_the_targets() -> None:
     assert (one.config.layers.vocab_size, len(one._scales_of_target)) == (80, 2)
     with pytest.raises(ValueError, match="mask_token_id is 3, but the target has 2 tokens"):
         AutoDraftModel.from_pretrained(CHECKPOINT, target=tiny_target(vocab_size=2))
+
+
+def test_a_trimmed_one_stays_so_when_it_is_bound_and_saved(tmp_path: Path) -> None:
+    kept = [3, 7, 20, 41, 79]
+    with pytest.raises(ValueError, match=r"call draft\.bind\(target\) first"):
+        trimmed(AutoDraftModel.from_pretrained(CHECKPOINT, dtype=torch.float32), kept)
+    small = trimmed(draft(), kept)
+    text = target().generate(torch.tensor([[5, 6, 7]]), speculator=small, max_new_tokens=6, do_sample=False)
+    assert torch.equal(text, target().generate(torch.tensor([[5, 6, 7]]), max_new_tokens=6, do_sample=False))
+    small.save_pretrained(tmp_path)
+    again = AutoDraftModel.from_pretrained(tmp_path, target=target(), dtype=torch.float32)
+    assert again.config.draft_vocab_size == 5 and again.target_ids.tolist() == kept
 
 
 def test_auto_finds_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import copy
 import difflib
 import functools
+import gc
 import itertools
 import json
 import random
 import threading
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -195,6 +197,21 @@ def test_characters_that_are_not_there_yet() -> None:
     expected = ["", "a", "a", "a", "a", "a🙂", "a🙂", "a🙂é"]
     assert [whole_characters(data[:end]).decode() for end in range(len(data) + 1)] == expected
     assert whole_characters(b"a\x80\x80\x80\x80") == b"a\x80\x80\x80\x80"
+
+
+def test_tokenizers_that_nobody_needs_are_let_go() -> None:
+    """Their bytes are known as long as they are there, and a speculator keeps those it was made with."""
+    model, kinds = build("llama", num_hidden_layers=2, vocab_size=512), ("byte-level", "sentencepiece")
+    one = hf_spec.TranslatedSpeculator(model, *(copy.deepcopy(tokenizer(kind)) for kind in kinds))
+    copied = copy.deepcopy(one)
+    watched = [weakref.ref(words) for words in one.tokenizers]
+    for found in (one, copied):
+        gc.collect()
+        assert found.own.tokenizer is found.tokenizers[0] and found.targets.tokenizer is found.tokenizers[1]
+    del one, found
+    gc.collect()
+    assert [ref() for ref in watched] == [None, None]
+    assert copied.own.tokenizer is copied.tokenizers[0]
 
 
 def test_a_tokenizer_without_a_backend_is_refused() -> None:
@@ -486,11 +503,12 @@ def test_what_cannot_draft_is_refused() -> None:
         generate(1, speculator=TranslatedSpeculator(build("mamba"), draft()[1], words))
     apart = TranslatedSpeculator(*draft(), words)
     apart.shared = {}
-    apart.own.tokenizer, kept = copy.copy(apart.own.tokenizer), apart.own.tokenizer
+    other, kept = copy.copy(apart.own.tokenizer), apart.own._tokenizer
+    apart.own._tokenizer = weakref.ref(other)
     try:
         assert torch.equal(generate(1, speculator=apart, num_speculative_tokens=3), generate(1))
     finally:
-        apart.own.tokenizer = kept
+        apart.own._tokenizer = kept
 
 
 def test_a_warning_where_tokenizers_look_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -45,7 +45,10 @@ class DFlashSpeculatorConfig(BlockSpeculatorConfig):
     def complete(self, target: PreTrainedConfig) -> None:
         """Take the vocabulary of a draft that is ``scored_as_target`` from its ``target``."""
         if self.scored_as_target:
-            self.layers.vocab_size = self.draft_vocab_size = target.get_text_config().vocab_size
+            is_whole = self.draft_vocab_size in (None, self.layers.vocab_size)
+            self.layers.vocab_size = target.get_text_config().vocab_size
+            if is_whole:  # and not trimmed
+                self.draft_vocab_size = self.layers.vocab_size
 
     def scales_of(self, target: PreTrainedConfig) -> dict[str, Any]:
         """Return the multiplier and the cap of the target's logits that apply to the draft's, by name."""

@@ -51,6 +51,7 @@ class TranslatedSpeculator(Speculator):
 
     def __init__(self, model: PreTrainedModel, tokenizer: Any, target_tokenizer: Any) -> None:
         self.model = model
+        self.tokenizers = tokenizer, target_tokenizer
         self.own, self.targets = TokenBytes.known(tokenizer), TokenBytes.known(target_tokenizer)
         self.shared = shared_tokens(self.targets, self.own)
         self.ways = Ways.of(model, target_tokenizer)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -33,7 +34,7 @@ class TokenBytes:
                 f"{type(tokenizer).__name__} is no tokenizer of the tokenizers library, so it is not known what its "
                 "tokens write; load it with AutoTokenizer.from_pretrained, which converts most of them"
             )
-        self.tokenizer = tokenizer
+        self._tokenizer = weakref.ref(tokenizer)  # which is the key of what is kept here
         added = tokenizer.added_tokens_decoder
         special = {*tokenizer.all_special_ids, *(id for id, token in added.items() if token.special)}
         vocabulary: dict[str, int] = tokenizer.get_vocab()
@@ -50,6 +51,16 @@ class TokenBytes:
                 self.ids.setdefault(data, id)
         self.adds_space = self._encoded("a")[:1] != self._encoded("\na")[-1:]
         self._anchor = self._encoded("\n")
+
+    def __reduce__(self) -> tuple[type[TokenBytes], tuple[Any]]:
+        return TokenBytes, (self.tokenizer,)
+
+    @property
+    def tokenizer(self) -> Any:
+        """Return the tokenizer, which the user of this object keeps."""
+        found = self._tokenizer()
+        assert found is not None
+        return found
 
     @classmethod
     def known(cls, tokenizer: Any) -> TokenBytes:
