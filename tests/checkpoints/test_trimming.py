@@ -74,7 +74,7 @@ def test_what_cannot_be_trimmed_is_refused() -> None:
     with pytest.raises(ValueError, match="of kind 'mtp' proposes all tokens"):
         trimmed(load_draft("sp_mtp_qwen3"), KEPT)
     with pytest.raises(ValueError, match="draft_vocab_size"):
-        trimmed(load_draft(DFLASH2), KEPT)
+        trimmed(load_draft("sp_dflash2_qwen3"), KEPT)
 
 
 def test_the_most_frequent_tokens_are_kept() -> None:
