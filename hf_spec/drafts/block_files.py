@@ -63,6 +63,8 @@ def read_flat(
     if layers.model_type == GEMMA:  # whose layers have a cap of their own, by the same key
         scales.pop("final_logit_softcapping", None)
     given |= _causality(raw, layers.layer_types) | scales
+    # JetSpec's own code calls the target's embeddings, which may scale.
+    given["embeds_as_target"] = bool(raw.get("causal_head")) and "input_embedding_scale" not in scales
     width = tensors["fc.weight"].shape[-1] // len(given["aux_hidden_state_layer_ids"])
     speculators_config = default_speculators_config(kind.speculators_model_type)
     speculators_config["verifier"]["name_or_path"] = raw.get("target_model_name_or_path")
@@ -168,6 +170,8 @@ def write_zlab(draft: Any, architecture: str, **own: Any) -> Files:
     more: dict[str, Any] = {}
     if config.block_causal:
         given |= {"causal": True, "causal_head": True}  # for vLLM, and for JetSpec's own code
+        if not config.embeds_as_target:
+            given["input_embedding_scale"] = config.input_embedding_scale
     if config.block_causal or config.sliding_window_non_causal or not slides:
         more = {"is_causal": config.block_causal}  # otherwise sliding layers are causal alone, which no key says
     return write_flat(draft, unsaid, architectures=[architecture], dflash_config=given, **more)

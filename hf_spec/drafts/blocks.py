@@ -47,6 +47,7 @@ SCALES = ("input_embedding_scale", "output_multiplier", "final_logit_softcapping
 UNLESS_DEFAULT = (
     "block_causal",
     "scored_as_target",
+    "embeds_as_target",
     *SCALES,
 )  # fields that only hf_spec knows, written where they say something
 
@@ -70,6 +71,8 @@ class BlockSpeculatorConfig(FeatureSpeculatorConfig):
         block_causal: in every layer, slots of a block see earlier slots only (JetSpec, arXiv 2606.18394). Such a block
             may end anywhere: its first slots stay the same.
         input_embedding_scale: the embeddings of root and mask tokens are multiplied by it.
+        embeds_as_target: ``bind`` sets ``input_embedding_scale`` to what the target multiplies its embeddings by, as
+            Gemma does (JetSpec).
         output_multiplier: the logits are multiplied by it.
         final_logit_softcapping: then they are capped, ``cap * tanh(logits / cap)``. ``None`` for no cap.
     """
@@ -90,6 +93,7 @@ class BlockSpeculatorConfig(FeatureSpeculatorConfig):
     sliding_window_per_slot: bool = False
     block_causal: bool = False
     input_embedding_scale: float = 1.0
+    embeds_as_target: bool = False
     output_multiplier: float = 1.0
     final_logit_softcapping: float | None = None
 
@@ -253,6 +257,13 @@ class BlockDraftModel(DraftModel):
         hidden = self.norm(hidden)
         predicting = hidden.unflatten(1, (-1, len(slots)))[:, :, unused:].flatten(1, 2)
         return DraftOutput(self.logits(predicting), hidden, cache)
+
+    def bind(self, target: PreTrainedModel) -> None:
+        super().bind(target)
+        if self.config.embeds_as_target and "embed_tokens" in (self.config.shared_with_target or ()):
+            embeddings: Any = target.get_input_embeddings()
+            scale = torch.tensor(getattr(embeddings, "scalar_embed_scale", 1.0), dtype=embeddings.weight.dtype)
+            self.config.input_embedding_scale = float(scale)  # rounded as the target rounds it
 
     def embed(self, input_ids: Tensor) -> Tensor:
         embeds, scale = super().embed(input_ids), self.config.input_embedding_scale

@@ -169,6 +169,38 @@ def test_same_text_as_plain_generate(name: str) -> None:
         assert accepted > 0
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@torch.no_grad()
+def test_embeddings_are_scaled_as_the_targets_where_its_own_files_say_nothing(
+    dtype: torch.dtype, tmp_path: Path
+) -> None:
+    """Its code calls Gemma's embeddings, which multiply by a root that is rounded; our drafts read the table."""
+    model = build("gemma3_text").to(dtype)
+    flags = {"block_causal": True, "sliding_window_per_slot": True, "mask_token_id": 3}
+    config = DFlashSpeculatorConfig.for_target(model.config, LAYERS, block_size=5, **flags)
+    draft = DFlashDraftModel(config).to(dtype)
+    draft.save_pretrained(tmp_path / "ours")
+    convert(tmp_path / "ours", tmp_path / "flat", "dflash")
+    file, ids = tmp_path / "flat" / "config.json", torch.tensor([[5, 6, 7]])
+    for says_nothing in (False, True):
+        given = json.loads(file.read_text())
+        assert given["dflash_config"]["input_embedding_scale"] == 1
+        if says_nothing:
+            del given["dflash_config"]["input_embedding_scale"]
+            file.write_text(json.dumps(given))
+        for folder in ("flat", "again"):
+            found = AutoDraftModel.from_pretrained(tmp_path / folder, target=model, dtype=dtype)
+            raw, scaled = (
+                functional.embedding(ids, model.get_input_embeddings().weight),
+                model.get_input_embeddings()(ids),
+            )
+            assert torch.equal(found.embed(ids), scaled if says_nothing else raw) and not torch.equal(raw, scaled)
+            found.save_pretrained(tmp_path / "again")
+        shutil.rmtree(tmp_path / "again")
+    text = model.generate(ids, max_new_tokens=8, do_sample=False)
+    assert torch.equal(text, model.generate(ids, max_new_tokens=8, do_sample=False, speculator=found))
+
+
 # -- training ---------------------------------------------------------------------------------------------------------
 
 
