@@ -20,7 +20,7 @@ WIDTH = 100  # of a signature on one line
 INTRODUCTION = """# Reference
 
 Every public name with its signature and description. `help(hf_spec.SpeculationConfig)` shows the same. Names of
-`hf_spec.training` need `pip install "hf-spec[train]"`.
+`hf_spec.training` need the extra `train`.
 
 After `import hf_spec`, every model of transformers takes three more keywords:
 

@@ -59,7 +59,7 @@ def main() -> None:
         peft_config=LoraConfig(r=options.rank, lora_alpha=2 * options.rank, target_modules="all-linear"),
     )
     before = trainer.evaluate()["eval_acceptance_length"]
-    trainer.train()
+    trainer.train(resume_from_checkpoint=True)  # goes on after an interruption
     after = trainer.evaluate()["eval_acceptance_length"]
     print(f"tokens per verification on held-out text: {before:.2f} before, {after:.2f} after")
     trainer.save_model()

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import random
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,6 @@ import torch
 from datasets import Dataset
 from train_demo_family import load_documents
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
-from transformers.trainer_utils import get_last_checkpoint
 
 from hf_spec import demo
 from hf_spec.drafts.dflash.configuration import DFlashSpeculatorConfig
@@ -136,7 +136,9 @@ def main() -> None:
     cache = options.work / "draft_rows"
     if not cache.exists():
         rows = [row for part in MIXTURE for row in rows_of(target, options.work, part)]
-        Dataset.from_list(rows).save_to_disk(str(cache))
+        shutil.rmtree(part := cache.with_name("draft_rows.part"), ignore_errors=True)  # of an interrupted run
+        Dataset.from_list(rows).save_to_disk(str(part))
+        part.rename(cache)
     data = Dataset.load_from_disk(str(cache))
 
     name = f"draft-{options.kind}"
@@ -158,7 +160,7 @@ def main() -> None:
     )
     draft = new_draft(config, target, count_tokens(data, target.config.vocab_size))
     trainer = DraftTrainer(draft, target, args, train_dataset=data, processing_class=tokenizer)
-    trainer.train(resume_from_checkpoint=get_last_checkpoint(args.output_dir))
+    trainer.train(resume_from_checkpoint=True)
     trainer.draft.to(torch.bfloat16).save_pretrained(options.output / name)
 
 

@@ -63,7 +63,7 @@ def main() -> None:
         eval_dataset=data["test"],
         processing_class=tokenizer,
     )
-    trainer.train()
+    trainer.train(resume_from_checkpoint=True)  # goes on after an interruption
     print(trainer.evaluate())
     trainer.save_model()
 

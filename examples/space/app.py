@@ -1,6 +1,6 @@
 """A demo in the browser: plain and speculative text side by side while they stream, accepted draft tokens coloured.
 
-    pip install "hf-spec[space]" && python examples/space/app.py
+    pip install "hf-spec[space] @ git+https://github.com/hf-spec/hf_spec" && python examples/space/app.py
     HF_SPEC_TARGET=ORG/MODEL HF_SPEC_DRAFTS="EAGLE-3=ORG/DRAFT,n-grams=ngram" python examples/space/app.py
 
 Without variables it shows the demo family. HF_SPEC_TARGET=small takes its target as it is shipped, HF_SPEC_MAX_TOKENS

@@ -10,7 +10,7 @@ from transformers.generation.continuous_batching.cache import group_layers_by_at
 from transformers.utils import logging
 from transformers.utils.generic import is_flash_attention_requested
 
-from ..decode.refusals import Refusal
+from ..decode.refusals import Refusal, refuse_draft
 from ..drafts.base import Speculator
 from ..invariance.mode import is_invariant
 from ..scoring.plain import input_device
@@ -53,6 +53,8 @@ def refuse_batch(
         )
     if speculator is not None and speculator.reads_target_keys:
         raise _refusal("the draft reads the target's keys and values, which the engine keeps in pages", PADDED)
+    if speculator is not None:
+        refuse_draft(speculator, 2, config)  # requests come and go
     if config.row_seeds is not None:
         raise _refusal("row_seeds: all requests draw from one generator", f"use {GENERATE}")
     if (reason := why_not_batched(model)) is not None:

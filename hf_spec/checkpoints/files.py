@@ -90,6 +90,16 @@ def read_checkpoint(
     raise OSError(f"{path} has a config.json but no weights; it should hold one of {weight_files(variant)}")
 
 
+def is_cached(name: str) -> bool:
+    """Tell whether config and all weights of a model of the Hub are in its local cache, as of its main revision."""
+    hub = {"local_files_only": True}
+    with contextlib.suppress(OSError):
+        index = _find(name, "model.safetensors.index.json", hub)
+        weights = {"model.safetensors"} if index is None else {*_shards(index).values()}
+        return all(_find(name, file, hub) is not None for file in (CONFIG, *weights))
+    return False
+
+
 def _shards(file: str) -> dict[str, str]:
     """Read the map of tensors to files from an index. Errors: an OSError for files outside the index's directory."""
     places = _json(file).get("weight_map")

@@ -34,7 +34,7 @@ from ..scoring.plain import input_device
 from ..untrusted import printable
 from .assistants import assistant_speculator, load_gemma_assistant
 from .auto import AutoDraftModel, load
-from .files import HUB_OPTIONS, gguf, read_checkpoint
+from .files import HUB_OPTIONS, gguf, is_cached, read_checkpoint
 from .kinds import config_classes, find_format
 from .known import cached, known_drafts
 from .language_models import load_language_model
@@ -212,7 +212,7 @@ def _best_at_hand(target: PreTrainedModel) -> Speculator:
 def _own_layers_at_hand(target: PreTrainedModel) -> Speculator:
     """Read the MTP layers of ``target`` without a download. Errors: an OSError if its files are not here."""
     path = target.config.name_or_path
-    if path and not os.path.isdir(path) and cached(path) is None:  # loaded from another cache, or of another revision
+    if path and not os.path.isdir(path) and not is_cached(path):  # loaded from another cache, or of another revision
         raise FileNotFoundError(f"{path} is not in the Hub's local cache")
     return _own_layers(target, local_files_only=True)
 

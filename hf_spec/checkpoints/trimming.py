@@ -34,7 +34,7 @@ def trimmed(draft: DraftModel, ids: Sequence[int] | Tensor) -> Any:
         )
     if draft.d2t is not None:
         raise ValueError(f"the draft proposes {len(draft.d2t)} of {whole} tokens already: trim the one it was made of")
-    if getattr(config, "scored_as_target", False) and not draft._lent:
+    if getattr(config, "scored_as_target", False) and config.shared_with_target and not draft._lent:
         raise ValueError("the draft takes its vocabulary from its target: call draft.bind(target) first")
     kept = torch.as_tensor(ids, dtype=torch.long).sort().values
     if not len(kept) or int(kept[0]) < 0 or int(kept[-1]) >= whole or len(kept.unique()) < len(kept):

@@ -153,9 +153,10 @@ def _settings(args: argparse.Namespace) -> BenchSettings:
 def contender(name: str, speculator: Speculator, config: SpeculationConfig) -> Contender:
     """Make a contender that is named by its draft and the shape of its proposals."""
     from ..bench import Contender
+    from .loading import with_own_history
 
     shape = "chain" if config.tree is None else f"{config.tree if isinstance(config.tree, str) else 'static'} tree"
-    return Contender(f"{name} {shape}", speculator, config)
+    return Contender(f"{name} {shape}", with_own_history(speculator), config)
 
 
 def numbered(contenders: Sequence[Contender]) -> list[Contender]:
@@ -209,13 +210,15 @@ def _searched(
 
     from ..bench import Contender
     from ..scoring.plain import input_device
+    from .loading import with_own_history
 
     ids = [torch.tensor([prompt], device=input_device(target)) for prompt in prompts]
     contenders, expected = [], {}
     for name, speculator in speculators.items():
         config = configured(speculator, args, "chain")
         for tree, length in _found_trees(speculator, target, ids, config, budgets, args.max_new_tokens):
-            contenders.append(Contender(f"{name} tree of {len(tree)}", speculator, config.merge(tree=tree)))
+            own = with_own_history(speculator)
+            contenders.append(Contender(f"{name} tree of {len(tree)}", own, config.merge(tree=tree)))
             expected[contenders[-1].name] = length
     return contenders, expected
 

@@ -159,6 +159,15 @@ def unloaded(name: str) -> str | Speculator:
     return with_history(name.removeprefix(WITH_HISTORY)) if name.startswith(WITH_HISTORY) else name
 
 
+def with_own_history(speculator: Speculator) -> Speculator:
+    """Return ``speculator`` with a history that no other has, if it has one."""
+    if isinstance(speculator, HybridSpeculator):
+        return HybridSpeculator(speculator.draft, draft_tokens=speculator.draft_tokens)
+    if isinstance(speculator, NgramSpeculator) and speculator.learns:
+        return NgramSpeculator(history_size=DEFAULT_HISTORY_SIZE)
+    return speculator
+
+
 def with_history(draft: str | Speculator) -> HybridSpeculator:
     """Combine a draft with n-grams over earlier texts."""
     return HybridSpeculator(draft)

@@ -87,7 +87,7 @@ def add_prepare(commands: Any) -> None:
     add("--features", metavar="DIR", help="let the target read the examples, and keep its hidden states in "
         "DIR, after those that are there; for `features:` in the recipe")  # fmt: skip
     add("--layers", type=int, nargs="*", metavar="N", help="hidden states to keep in addition to the last ones; none "
-        "for EAGLE-1, Medusa and MTP drafts (those of an EAGLE-3 draft)")  # fmt: skip
+        "for EAGLE-1, Medusa, and MTP drafts with features_after_norm (those of an EAGLE-3 draft)")  # fmt: skip
     add_device_options(add)
 
 

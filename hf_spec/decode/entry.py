@@ -35,9 +35,11 @@ from .options import configured, option
 from .outputs import SpeculativeEncoderDecoderOutput, SpeculativeOutput
 from .refusals import (
     Refusal,
+    is_padded,
     refuse_before_encoding,
     refuse_cache,
     refuse_call,
+    refuse_draft,
     refuse_sharing,
     refuse_source,
     refusing,
@@ -82,6 +84,7 @@ class Decoding:
         with refusing():
             refuse_call(model, generation_config, model_kwargs, config, sequences)
             refuse_sharing(speculator, model_kwargs)
+            refuse_draft(speculator, len(input_ids), config, functools.partial(is_padded, model, model_kwargs))
             prompt = Prompt.of_call(input_ids, model_kwargs)
             if model.config.is_encoder_decoder:
                 prompt = Prompt.of_source(model, model_kwargs, len(input_ids))

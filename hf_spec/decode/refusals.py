@@ -6,10 +6,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from torch import Tensor
 from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 from transformers.cache_utils import StaticCache
 
-from ..drafts.base import Speculator
+from ..drafts.base import Speculator, network_of
 from ..drafts.source import Source
 from ..scoring.architectures import (
     STATIC_BESIDE_AN_ENCODER,
@@ -140,6 +141,30 @@ def refuse_source(speculator: Speculator, model: PreTrainedModel, source: Source
         raise _refusal(f"the draft has an encoder of its own, and {reason}, or use 'ngram'")
 
 
+def is_padded(model: PreTrainedModel, model_kwargs: dict[str, Any]) -> bool:
+    """Tell whether the mask of a call hides any token of its text."""
+    mask = model_kwargs.get(text_arguments(model).mask)
+    return isinstance(mask, Tensor) and not bool(mask.all())
+
+
+def refuse_draft(
+    speculator: Speculator, rows: int, config: SpeculationConfig, padded: Callable[[], bool] = bool
+) -> None:
+    """Raise a ``Refusal`` for a draft whose attention takes no mask, where ``rows``, a tree or padding need one."""
+    draft = network_of(speculator)
+    if not isinstance(draft, PreTrainedModel) or not getattr(getattr(draft, "drafter_class", None), "attends", True):
+        return
+    implementation = draft.config.get_text_config(decoder=True)._attn_implementation
+    if not takes_no_mask(implementation):
+        return
+    needs = {"a tree": config.tree is not None, f"{rows} rows": rows > 1, "a padded prompt": padded()}
+    if why := next((what for what, needed in needs.items() if needed), None):
+        raise _refusal(
+            f"the draft attends by {implementation}, which takes no custom mask, and {why} would need one; load the "
+            "draft with attn_implementation='sdpa'"
+        )
+
+
 def refuse_cache(implementation: str | None) -> None:
     """Raise a ``Refusal`` unless ``cache_implementation`` asks for a cache that can roll back draft tokens."""
     # "hybrid" occurs in old configuration files and means the default.
@@ -176,6 +201,11 @@ def _refuse_target(
             "lengths; pass one row, or no cache"
         )
     implementation = model.config.get_text_config(decoder=True)._attn_implementation
+    if takes_no_mask(implementation) and is_padded(model, model_kwargs):
+        raise _refusal(
+            f"{implementation} takes no custom mask, which padding needs; pass the prompt without padding, or load "
+            "the model with attn_implementation='sdpa'"
+        )
     if takes_no_mask(implementation) and (batch > 1 or config.tree is not None):
         asked = "a tree of draft tokens" if config.tree is not None else "rows that advance by different amounts"
         raise _refusal(

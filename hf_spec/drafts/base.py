@@ -23,7 +23,6 @@ from ..policy.base import DraftLengthPolicy, DraftSource
 from ..policy.cost import ModelShape, shape_of
 from ..policy.fixed import unbounded
 from ..proposal import NO_PARENT, Proposal, ancestors_of, once
-from ..scoring.masks import takes_no_mask
 from ..scoring.names import CACHE
 from ..scoring.plain import scored_vocabulary
 from ..settings import DEFAULT_NUM_SPECULATIVE_TOKENS, SpeculationConfig
@@ -84,16 +83,6 @@ class DraftContext:
     def without_features(self) -> DraftContext:
         """Return the same without the prompt's features, which would stay in memory after the draft has read them."""
         return replace(self, features=None)
-
-    def refuse_without_masks(self, implementation: str) -> None:
-        """Raise a ValueError if a draft that attends by ``implementation`` cannot draft for these rows."""
-        rows, tree = len(self.input_ids), self.config.tree
-        if takes_no_mask(implementation) and (rows > 1 or tree is not None):
-            raise ValueError(
-                f"the draft attends by {implementation}, which takes no custom mask, and "
-                f"{f'{rows} rows need one' if tree is None else 'a tree needs one'}; load the draft with "
-                "attn_implementation='sdpa'"
-            )
 
     def prompts(self) -> list[list[int]]:
         """Return the prompts as numbers, without their padding, in one transfer."""

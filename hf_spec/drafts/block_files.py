@@ -37,6 +37,7 @@ NOT_DONE = {
 }
 FLAT_KEYS: Known = known("block_size", "mask_token_id", "target_layer_ids", "is_causal", "causal", "causal_head") | {
     **known("num_target_layers", "target_hidden_size", "target_model_name_or_path", *SCALES, *NOT_DONE),
+    **known("embeds_as_target"),  # which hf_spec writes for JetSpec's drafts
     **known("swa_window_size"),  # means something with use_swa only
     **known("markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov", "num_anchors"),
 }
@@ -63,8 +64,10 @@ def read_flat(
     if layers.model_type == GEMMA:  # whose layers have a cap of their own, by the same key
         scales.pop("final_logit_softcapping", None)
     given |= _causality(raw, layers.layer_types) | scales
-    # JetSpec's own code calls the target's embeddings, which may scale.
-    given["embeds_as_target"] = bool(raw.get("causal_head")) and "input_embedding_scale" not in scales
+    if layers.model_type != GEMMA:  # which scale themselves
+        # JetSpec's own code, whose files have this key alone, calls the target's embeddings.
+        is_jetspecs = bool(raw.get("causal_head")) and raw.get("causal") is None
+        given["embeds_as_target"] = bool(raw.get("embeds_as_target", is_jetspecs))
     width = tensors["fc.weight"].shape[-1] // len(given["aux_hidden_state_layer_ids"])
     speculators_config = default_speculators_config(kind.speculators_model_type)
     speculators_config["verifier"]["name_or_path"] = raw.get("target_model_name_or_path")
@@ -170,8 +173,8 @@ def write_zlab(draft: Any, architecture: str, **own: Any) -> Files:
     more: dict[str, Any] = {}
     if config.block_causal:
         given |= {"causal": True, "causal_head": True}  # for vLLM, and for JetSpec's own code
-        if not config.embeds_as_target:
-            given["input_embedding_scale"] = config.input_embedding_scale
+    if config.embeds_as_target:
+        given["embeds_as_target"] = True
     if config.block_causal or config.sliding_window_non_causal or not slides:
         more = {"is_causal": config.block_causal}  # otherwise sliding layers are causal alone, which no key says
     return write_flat(draft, unsaid, architectures=[architecture], dflash_config=given, **more)

@@ -280,7 +280,6 @@ class DraftModel(PreTrainedModel, Speculator):
         return [attention_mask[kind] for kind in kinds]
 
     def drafter(self, request: DraftContext) -> Drafter:
-        request.refuse_without_masks(self.config._attn_implementation)
         self.bind(request.target)
         return drafter_for(self.drafter_class, self, request)
 

@@ -102,7 +102,7 @@ class Prompt:
             seen[-1, shown[-max(1, len(shown) // 3) :][: len(shown) - 1]] = 0
         if model_kwargs.get(names.mask) is not None:
             mask = torch.ones_like(ids)
-            mask[-1, :2] = 0
+            mask[1:, :2] = 0
             kwargs[names.mask] = mask
         extra = sorted(name for name, value in kwargs.items() if _is_content(value))
         return cls(ids, mask, kwargs, tuple(extra))

@@ -16,6 +16,8 @@ from http.client import HTTPException as BadAnswer
 from typing import Any
 from urllib.parse import urlsplit
 
+from fastapi import HTTPException
+
 from .fields import MEDIA_PARTS, refuse
 from .policy import Policy
 
@@ -44,6 +46,20 @@ def bring_media(body: dict[str, Any], policy: Policy) -> None:
         source = _source(asset.get("data_base64"), "assets")
         data = room.take(_bytes_of(source, "image", "assets", policy, room.end), "image", "assets")
         asset["data_base64"] = f"data:image/;base64,{base64.b64encode(data).decode()}"
+
+
+def fetches(body: dict[str, Any]) -> bool:
+    """Tell whether ``body``, which was not checked yet, has pictures or sounds that are to be fetched."""
+    try:
+        parts = [part.get(HOLDERS[part["type"]]) for part in media_parts(body) if part["type"] in HOLDERS]
+        sources = [_source(source, "") for source in (*parts, *_assets(body))]
+    except (AttributeError, TypeError, HTTPException):  # of another type: it will be refused
+        return False
+    return any(source.lower().startswith(("http:", "https:")) for source in sources)
+
+
+def _assets(body: dict[str, Any]) -> list[Any]:
+    return [asset["data_base64"] for asset in (body.get("assets") or {}).values() if "data_base64" in asset]
 
 
 class _Room:

@@ -28,6 +28,7 @@ from .acceptance import with_acceptance
 from .app import add_to_app
 from .batched import Batched
 from .endpoints import not_batched, only_of, only_speech, replace_route, report_template_errors, route_of, with_limit
+from .media import fetches
 from .meter import Meter
 from .policy import Policy, check_address
 from .preparing import Preparer
@@ -122,11 +123,15 @@ class Server(Serve):
         transcribes.handle_request = only_speech(target, transcribes.handle_request, hears)
 
     def _fetching_before(self, handle: Callable[..., Any], check: Callable[[dict[str, Any]], None]) -> Any:
-        """Check a request, and fetch its pictures and sounds, in a thread of its own: a slow host delays no other."""
+        """Fetch pictures and sounds of requests, which are checked before, in threads of their own.
+
+        So a slow host delays no request that it has no part in.
+        """
 
         @functools.wraps(handle)
         async def handled(body: dict[str, Any], *args: Any) -> Any:
-            await asyncio.get_running_loop().run_in_executor(self._fetchers, check, body)
+            if fetches(body):
+                await asyncio.get_running_loop().run_in_executor(self._fetchers, check, body)
             return await handle(body, *args)
 
         return handled
@@ -165,10 +170,16 @@ class Server(Serve):
         meter.gauge("requests_running", "Texts that are being generated.", manager.running)
         meter.gauge("requests_waiting", "Texts that wait to be generated.", manager.waiting)
 
+    def kill_server(self) -> None:
+        """Stop a server that was started with ``non_blocking=True``."""
+        self._fetchers.shutdown(wait=False, cancel_futures=True)
+        super().kill_server()  # type: ignore[no-untyped-call]
+
     def _run(self) -> None:
         try:
             self.server.run()
         finally:
+            self._fetchers.shutdown(wait=False, cancel_futures=True)
             self._generation_state.shutdown()
             for manager in self._generation_state._generate_managers.values():
                 manager.stop()

@@ -35,7 +35,9 @@ def set_up(plugin: Any) -> None:
     if plugin.fsdp_version != 2:
         raise ValueError(f"drafts are sharded by FSDP 2, not by FSDP {plugin.fsdp_version}: set fsdp_version to 2")
     plugin.auto_wrap_policy = None
-    plugin.set_state_dict_type("FULL_STATE_DICT")  # of shards alone, Trainer would write no draft at the end
+    # Of shards alone, Trainer would write no draft at the end. The settings of shards would not fit whole files.
+    plugin.state_dict_config = plugin.optim_state_dict_config = None
+    plugin.set_state_dict_type("FULL_STATE_DICT")
     plugin.cpu_ram_efficient_loading = False  # not needed, as each process has the draft; and it loses buffers (d2t)
 
 

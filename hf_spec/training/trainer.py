@@ -311,7 +311,10 @@ class DraftTrainer(Trainer):
 
     def _get_dataloader(self, dataset: Any, *args: Any, is_training: bool = False, **kwargs: Any) -> Any:
         if isinstance(dataset, IterableDataset) and (processes := self.accelerator.num_processes) > 1:
-            dataset = Unsharded(dataset) if is_training else Filled(dataset, self.args.eval_batch_size * processes)
+            if not is_training:
+                dataset = Filled(dataset, self.args.eval_batch_size * processes)
+            elif hasattr(dataset, "shard"):  # of the datasets library, which accelerate divides by files
+                dataset = Unsharded(dataset)
         return super()._get_dataloader(dataset, *args, is_training=is_training, **kwargs)  # type: ignore[misc]
 
     # -- logs and evaluation ------------------------------------------------------------------------------------------

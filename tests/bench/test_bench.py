@@ -27,6 +27,7 @@ from hf_spec.bench import (
 )
 from hf_spec.bench.runner import ForwardClock, _methods
 from hf_spec.cli.bench import contender, numbered
+from hf_spec.cli.loading import with_own_history
 
 STORY, CAT = Prompt(("Once upon a time",), chat=False), Prompt(("Tell me about a cat, a cat, a cat",), "chat")
 CHAIN = SpeculationConfig(num_speculative_tokens=3)
@@ -221,6 +222,10 @@ def test_contenders_learn_nothing_from_each_other(target, twin):
         with pytest.raises(ValueError, match="'one' and 'two' have one history"):
             _methods(target, [Contender("one", memory), Contender("two", other, CHAIN)], BenchSettings())
     _methods(target, [Contender("one", plain), Contender("two", plain, CHAIN)], BenchSettings(baselines=False))
+    for one in (memory, hf_spec.HybridSpeculator(twin, memory)):  # as the command does for several trees
+        made = [Contender(name, with_own_history(one), CHAIN) for name in ("one", "two")]
+        _methods(target, made, BenchSettings(baselines=False))
+    assert with_own_history(plain) is plain and with_own_history(twin) is twin
 
 
 def test_the_report_is_json_and_a_table_for_every_category(target, tokenizer):

@@ -183,12 +183,31 @@ def test_auto_fetches_no_layers_of_the_target(monkeypatch: pytest.MonkeyPatch) -
     """One that was loaded from another cache, or of another revision, has no files in the usual place."""
     asked: list[Any] = []
     monkeypatch.setattr(files, "cached_file", lambda path, name, **given: asked.append(given))
-    for counts, there in ((False, False), (False, True), (True, False)):
+    for counts, there in ((False, False), (False, True), (True, False), (True, True)):
         asked.clear()
         target = build("llama", num_hidden_layers=2)
         target.config.name_or_path = "some-org/some-target"
         if counts:
             target.config.num_mtp_layers = 1
-        monkeypatch.setattr(resolve, "cached", lambda path, there=there: Path("there") if there else None)
+        monkeypatch.setattr(resolve, "is_cached", lambda path, there=there: there)
         assert isinstance(hf_spec.as_speculator("auto", target), hf_spec.NgramSpeculator)
-        assert bool(asked) == there and all(given["local_files_only"] for given in asked)
+        assert bool(asked) == (there and not counts) and all(given["local_files_only"] for given in asked)
+
+
+def test_a_model_is_cached_with_all_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def find(name: str, file: str, hub: dict[str, Any]) -> str | None:
+        assert hub == {"local_files_only": True}
+        return str(tmp_path / file) if (tmp_path / file).exists() else None
+
+    monkeypatch.setattr(files, "_find", find)
+    assert not files.is_cached("org/model")
+    (tmp_path / "config.json").write_text("{}")
+    assert not files.is_cached("org/model")
+    (tmp_path / "model.safetensors").touch()
+    assert files.is_cached("org/model")
+    index = {"weight_map": {"a": "one.safetensors", "b": "two.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    (tmp_path / "one.safetensors").touch()
+    assert not files.is_cached("org/model")
+    (tmp_path / "two.safetensors").touch()
+    assert files.is_cached("org/model")

@@ -85,6 +85,7 @@ def shard(trainer: DraftTrainer) -> None:
     plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="transformer_based_wrap")
     sharding.set_up(plugin)
     assert plugin.state_dict_type.name == "FULL_STATE_DICT"  # or Trainer writes nothing that can be loaded
+    assert plugin.optim_state_dict_config.rank0_only and plugin.state_dict_config.rank0_only
     state = SimpleNamespace(fsdp_plugin=plugin)
     prepared = fsdp2_prepare_model(
         SimpleNamespace(state=state, torch_device_mesh=None, mixed_precision="no", device=torch.device("cpu")),

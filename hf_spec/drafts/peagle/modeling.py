@@ -38,6 +38,7 @@ class PEagleDrafter(StaticDrafter):
     def __init__(self, draft: PEagleDraftModel, request: DraftContext, static: bool = False) -> None:
         self._draft = draft
         self._request = request.without_features()
+        self._static = static
         self._kv = (StaticDraftKV if static else DraftKV)(draft, 0)
         tokens, mask, features = pairs_of_prompt(request, draft.device, draft.layer_config.vocab_size)
         self._kv.read_prompt(tokens, mask, features=features.to(draft.dtype))
@@ -46,7 +47,8 @@ class PEagleDrafter(StaticDrafter):
         assert accepted.features is not None
         width, more, device = accepted.tokens.shape[1], max(0, limit - 1), self._draft.device
         tokens, given = self._draft.with_masks(accepted.tokens, accepted.features, more)
-        seen = ancestors_after(accepted.counts, width, more) if more else None
+        is_chain = len(accepted.counts) == 1 and not self._static  # nothing is padded
+        seen = ancestors_after(accepted.counts, width, more) if more and not is_chain else None
         logits, _ = self._kv.opened().read(tokens, accepted, seen, features=given)
         later = torch.arange(width, width + more, device=device).expand(len(accepted.counts), -1)
         speaking = torch.cat([accepted.counts[:, None] - 1, later], dim=1)  # (batch, depths): root, masks

@@ -94,7 +94,6 @@ class VanillaSpeculator(Speculator):
 
     def drafter(self, request: DraftContext) -> Drafter:
         """Read the prompt with the draft."""
-        request.refuse_without_masks(self.model.config.get_text_config(decoder=True)._attn_implementation)
         if request.compiler is None or request.input_ids.shape[1] == 0:
             return VanillaDrafter(self.model, request)
         if (reason := why_no_fixed_slots(self.model)) is not None:
