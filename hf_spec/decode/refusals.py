@@ -137,7 +137,7 @@ def refuse_before_encoding(model: PreTrainedModel, asked: Callable[[str], Any]) 
 
 def refuse_source(speculator: Speculator, model: PreTrainedModel, source: Source) -> None:
     """Raise a ``Refusal`` if ``speculator`` reads the ``source`` by an encoder of its own, and cannot."""
-    if speculator.encodes(model) and (reason := source.why_not_encoded()) is not None:
+    if speculator.encodes(model) and (reason := source.why_not_encoded(network_of(speculator))) is not None:
         raise _refusal(f"the draft has an encoder of its own, and {reason}, or use 'ngram'")
 
 

@@ -53,12 +53,15 @@ class Source:
         seen = torch.ones_like(ids) if mask is None or mask.shape != ids.shape else mask.to(ids)
         return [[*compress(row, shown)] for row, shown in torch.stack([ids, seen], dim=1).tolist()]
 
-    def why_not_encoded(self) -> str | None:
-        """Say why an encoder other than the target's cannot read the source, or return ``None`` if it can."""
+    def why_not_encoded(self, draft: Any = None) -> str | None:
+        """Say why the encoder of a ``draft`` cannot read the source; return ``None`` if nothing is known of that."""
         if self.inputs is None:
             return "only the states of the target's encoder were passed; pass its inputs"
         if self.kwargs.get("inputs_embeds") is not None:
             return "the source are embeddings of the target; pass token ids"
+        bins, given = getattr(getattr(draft, "config", None), "num_mel_bins", None), self.inputs
+        if bins is not None and given.ndim == 3 and given.shape[1] != bins:
+            return f"it reads {bins} bins of sound, not {given.shape[1]}; use a draft of the target's generation"
         return None
 
     def states_for(self, model: Any, target: Any) -> dict[str, Any]:

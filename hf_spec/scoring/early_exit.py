@@ -19,7 +19,7 @@ from .hooks import hooked
 from .plain import difference, input_device, precision, rounding_of_a_forward
 from .prompts import tokens_for
 from .runner import ModelRunner, Scores
-from .trials import in_short, tried_once
+from .trials import in_evaluation, in_short, tried_once
 
 PROBE_TOKENS = 8  # that tell whether a model can do without its last layers
 # What replaces the forward of one module: bound to the whole model, it would run all layers.
@@ -183,11 +183,12 @@ def _path_to_layers(model: PreTrainedModel) -> list[str]:
 def why_no_early_exit(model: PreTrainedModel, count: int) -> str | None:
     """Say why ``model`` cannot do without the layers after the first ``count``, or return ``None`` if it can.
 
-    It is tried once. A model in training mode or without weights cannot be tried.
+    It is tried once. A model without weights cannot be tried.
     """
-    if model.training or model.device.type == "meta":
+    if model.device.type == "meta":
         return None
-    return _why_no_exit(model, count)
+    with in_evaluation(model):
+        return _why_no_exit(model, count)
 
 
 @tried_once

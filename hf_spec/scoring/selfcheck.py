@@ -22,7 +22,7 @@ from .names import cache_among
 from .plain import difference, logits_of_ways, precision, prompt_kwargs
 from .prompts import PROMPT_TOKENS, Prompt, tokens_for
 from .runner import ModelRunner
-from .trials import ExplainedError, in_short, tried_once
+from .trials import ExplainedError, in_evaluation, in_short, tried_once
 
 
 class _Shape(NamedTuple):
@@ -60,13 +60,12 @@ def check_target(model: PreTrainedModel, trees: bool, static: bool = False, prom
 
     ``prompt``: the inputs of the call's prefill, if they are more than text; see ``Prompt.of_call``.
     """
-    if model.training:  # dropout: no two forwards agree
-        return
-    _check_shape(model, "chain", static, prompt)
-    if model.config.is_encoder_decoder:  # they have masks and biases of their own for a single token
-        _check_shape(model, "plain step after a chain", static, prompt)
-    if trees:
-        _check_shape(model, "tree", static, prompt)
+    with in_evaluation(model):
+        _check_shape(model, "chain", static, prompt)
+        if model.config.is_encoder_decoder:  # they have masks and biases of their own for a single token
+            _check_shape(model, "plain step after a chain", static, prompt)
+        if trees:
+            _check_shape(model, "tree", static, prompt)
 
 
 @tried_once

@@ -9,6 +9,7 @@ from typing import Concatenate, ParamSpec, TypeVar, cast
 from weakref import WeakKeyDictionary
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 from .adapters import adapted_layers, with_adapters
@@ -66,3 +67,16 @@ def _left_alone(model: PreTrainedModel) -> Iterator[None]:
     finally:
         for module, lag in lags:
             module.rope_deltas = lag
+
+
+@contextlib.contextmanager
+def in_evaluation(model: nn.Module) -> Iterator[None]:
+    """Switch dropout off, with which no two forwards agree: a policy generates while it is trained."""
+    trained = [module for module in model.modules() if module.training] if model.training else []
+    for module in trained:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module in trained:
+            module.training = True

@@ -16,6 +16,8 @@ from ..policy.cost import ModelShape
 from ..settings import SpeculationConfig, is_int
 from .trainer import DraftTrainer
 
+Default = tuple[Speculator | None, SpeculationConfig | None]  # of a model
+
 
 class RolloutCallback(TrainerCallback):
     """A callback by which a trainer that generates, such as TRL's ``GRPOTrainer``, speculates and trains the draft on.
@@ -55,18 +57,18 @@ class RolloutCallback(TrainerCallback):
         self.speculator, self.config = speculator, config
         self.draft_trainer, self.every = draft_trainer, every
         self.texts: deque[list[int]] = deque(maxlen=keep)
-        self._before: tuple[Speculator | None, SpeculationConfig | None] = None, None
+        self._before: Default = None, None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         """Give the policy its speculator."""
         before = stored_for(model)
-        if not isinstance(before[0], _Recording):  # one is left by a training that ended with an error
-            self._before = before
+        # One that records is left by a training that ended with an error.
+        self._before = before[0].before if isinstance(before[0], _Recording) else before
         found: Any = self.speculator
         if found is None and self.draft_trainer is not None:
             found = self.draft_trainer.draft
         self._set_to_evaluation()
-        set_speculator(model, _Recording(as_speculator(found, model), self.texts), self.config)
+        set_speculator(model, _Recording(as_speculator(found, model), self.texts, self._before), self.config)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Refresh the draft after every ``every`` steps."""
@@ -113,10 +115,13 @@ def _of_all_processes(texts: list[list[int]], processes: int) -> list[list[int]]
 
 
 class _Recording(Speculator):
-    """A speculator that drafts as ``inner`` does and records the texts of finished calls."""
+    """A speculator that drafts as ``inner`` does and records the texts of finished calls.
 
-    def __init__(self, inner: Speculator, texts: deque[list[int]]) -> None:
-        self.inner, self._texts = inner, texts
+    ``before`` is the default of the model that it took the place of.
+    """
+
+    def __init__(self, inner: Speculator, texts: deque[list[int]], before: Default) -> None:
+        self.inner, self._texts, self.before = inner, texts, before
 
     @property
     def model(self) -> Any:
@@ -148,6 +153,9 @@ class _Recording(Speculator):
     @property
     def shares_target_cache(self) -> bool:
         return self.inner.shares_target_cache
+
+    def encodes(self, target: Any) -> bool:
+        return self.inner.encodes(target)
 
     def feature_layers(self, target: Any) -> tuple[int, ...]:
         return self.inner.feature_layers(target)

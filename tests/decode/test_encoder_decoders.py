@@ -16,7 +16,7 @@ from encoder_decoders import VOCABULARY, build, generate, sources
 from pairs import each_value, usual
 from test_exactness import flawed, noisy_copy
 from torch import Tensor
-from transformers import LogitsProcessorList, PreTrainedModel
+from transformers import LogitsProcessorList, PreTrainedModel, T5ForConditionalGeneration
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache, StaticCache
 
 import hf_spec
@@ -306,9 +306,16 @@ def test_drafts_that_cannot_serve() -> None:
 
 
 def test_a_draft_that_cannot_read_the_source() -> None:
-    deaf = build("whisper", num_mel_bins=6)
-    with pytest.raises(ValueError, match=r"cannot read the source of this call .*; use a draft whose inputs"):
+    """It is known before anything runs, so that a default draft gives way to plain generation."""
+    deaf, model = build("whisper", num_mel_bins=6), build("whisper")
+    with pytest.raises(ValueError, match=r"it reads 6 bins of sound, not 8; use a draft of the target's generation"):
         text("whisper", 1, speculator=deaf)
+    inputs, options = sources(model, 1), {"max_new_tokens": 6, "do_sample": False}
+    plain = model.generate(**inputs, **options)
+    hf_spec.set_speculator(model, deaf)
+    assert torch.equal(model.generate(**inputs, **options), plain)
+    with pytest.raises(ValueError, match=r"cannot read the source of this call .*; use a draft whose inputs"):
+        Source.of_call(torch.randn(1, 5), {"encoder_outputs": None}, 1).states_for(deaf, model)
 
 
 def test_a_vocabulary_is_the_decoders() -> None:
@@ -352,3 +359,18 @@ def test_mistakes_are_found_in_a_call_that_pads_nothing(
     monkeypatch.undo()
     got = generate(model, **given, max_new_tokens=4, do_sample=False, speculator="ngram")
     assert torch.equal(got, plain(name, 1)[:, : got.shape[1]])
+
+
+def test_a_model_with_a_way_of_its_own_returns_the_statistics() -> None:
+    """As SeamlessM4T and Pop2Piano, whose ``generate`` calls that of transformers and keeps its fields."""
+
+    class Own(T5ForConditionalGeneration):
+        def generate(self, *args: Any, **kwargs: Any) -> Any:
+            return super().generate(*args, **kwargs)
+
+    model = target("t5")
+    own = Own(model.config).eval()
+    own.load_state_dict(model.state_dict())
+    options = {"max_new_tokens": 8, "do_sample": False, "return_dict_in_generate": True}
+    out = own.generate(**sources(own, 1), **options, speculator="ngram")
+    assert out.speculation is not None and out.speculation == hf_spec.last_speculation(own)

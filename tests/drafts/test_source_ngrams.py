@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -167,6 +168,10 @@ def test_the_source_stands_before_the_text() -> None:
     assert beginnings(context(copier(), Source.of_call(ids[:1], {}, 1))) == [[7, 8, END, PAD, BREAK, START]]
     for nothing in (None, Source.of_call(None, {}, 1), Source.of_call(torch.full((1, 2), -100), {}, 1)):
         assert beginnings(context(copier(), nothing)) == [[START]]
+        picture = replace(
+            context(copier(), nothing), input_ids=torch.tensor([[5, WORDS, 6]]), attention_mask=torch.ones(1, 3)
+        )
+        assert beginnings(picture) == [[5, BREAK, 6]]  # a token of pictures, which the target cannot write
 
 
 @pytest.mark.parametrize("name", ["t5", "bart", "whisper", "bert+gpt2", "vit+gpt2", "marian"])

@@ -346,6 +346,20 @@ def test_other_architectures_of_drafts(name: str) -> None:
         assert torch.equal(found, model.generate(**inputs, **options))
 
 
+def test_prompts_beyond_the_positions_of_the_draft() -> None:
+    """Rows that end at different steps, too: a draft that has read nothing has no rows to keep."""
+    words = [tokenizer(kind) for kind in ("byte-level", "sentencepiece")]
+    model, other = build("llama", vocab_size=len(words[0])), build("gpt2", vocab_size=len(words[1]), n_positions=32)
+    ids = torch.tensor([TokenBytes.known(words[0]).encode(STORIES[start : start + 400].encode(), True)[:60]
+                        for start in (0, 300)])  # fmt: skip
+    plain = model.generate(ids, max_new_tokens=20, do_sample=False)
+    options = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": plain[0, 64].item(), "pad_token_id": 0}
+    plain = model.generate(ids, **options)
+    assert bool((plain[0, 65:] == 0).all()) != bool((plain[1, 65:] == 0).all())  # one of them ends
+    speculator = TranslatedSpeculator(other, words[1], words[0])
+    assert torch.equal(model.generate(ids, **options, speculator=speculator, num_speculative_tokens=3), plain)
+
+
 def test_a_draft_may_end_the_text() -> None:
     """The end of the draft's text is that of the target's: by role, whatever they are called."""
     model, words = target()

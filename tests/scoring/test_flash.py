@@ -52,7 +52,7 @@ def test_chains_of_one_sequence_need_no_mask(like_flash: str) -> None:
     for speculator in ("ngram", small):
         assert torch.equal(model.generate(**one, **options, speculator=speculator), plain)
     with pytest.raises(ValueError, match=f"{like_flash} takes no custom mask, which rows that advance by"):
-        model.generate(**prompts(2), **options, speculator="ngram")
+        model.generate(**prompts(2, (9,)), **options, speculator="ngram")
     padded = {name: torch.nn.functional.pad(given, (3, 0)) for name, given in one.items()}
     with pytest.raises(ValueError, match="takes no custom mask, which padding needs"):
         model.generate(**padded, **options, speculator="ngram")

@@ -312,10 +312,15 @@ def test_a_hook_on_the_last_position_that_came_after_a_first_call_is_noticed() -
     assert foreign_hooks(model) == []
     handle = model.model.layers[0].register_forward_hook(steer)
     assert len(foreign_hooks(model)) == 1
-    with pytest.raises(ValueError, match=r"model\.layers\.0: .*steer"):
-        model.generate(**inputs, **OPTIONS, speculator="ngram")
+    model.model.layers[1].mlp.eval()
+    for is_trained in (False, True):  # a policy generates while it is trained
+        model.train(is_trained)
+        with pytest.raises(ValueError, match=r"model\.layers\.0: .*steer"):
+            model.generate(**inputs, **OPTIONS, speculator="ngram")
+        assert all(module.training == is_trained for module in model.modules())
     handle.remove()
     model.generate(**inputs, **OPTIONS, speculator="ngram")
+    assert model.training
 
 
 # --- Adapters --------------------------------------------------------------------------------------------------------

@@ -216,7 +216,7 @@ def test_a_policy_gets_its_default_back() -> None:
     other = RolloutCallback("ngram")
     other.on_train_begin(None, None, None, model=model)
     other.on_train_end(None, None, None, model=model)
-    assert get_speculator(model) is None
+    assert stored_for(model) == default
 
 
 def test_a_policy_is_read_as_it_generates(tmp_path: Path) -> None:

@@ -9,14 +9,17 @@ from .suffix_index import BREAK
 def beginnings(request: DraftContext) -> list[list[int]]:
     """Return the text of each row so far. An encoder-decoder's follows its source, if both have the same tokens.
 
-    BREAK stands between them, and in place of tokens of the source that the target cannot write.
+    BREAK stands between them, and in place of tokens that the target cannot write, such as those of images.
     """
-    prompts = request.prompts()
+    known = range(request.vocabulary)
+    texts = [_with_breaks(prompt, known) for prompt in request.prompts()]
     sources = None if request.source is None else request.source.tokens(request.target)
     if sources is None:
-        return prompts
-    known = range(request.vocabulary)
-    return [
-        [*(token if token in known else BREAK for token in source), BREAK, *prompt]
-        for source, prompt in zip(sources, prompts, strict=True)
-    ]
+        return texts
+    return [[*_with_breaks(source, known), BREAK, *text] for source, text in zip(sources, texts, strict=True)]
+
+
+def _with_breaks(text: list[int], known: range) -> list[int]:
+    if not text or max(text) < known.stop:
+        return text
+    return [token if token in known else BREAK for token in text]

@@ -167,7 +167,8 @@ class TranslatedDrafter(Drafter):
         """Go on with ``rows`` only."""
         kept = to_list(rows)
         self._rows, self._padding = [self._rows[i] for i in kept], [self._padding[i] for i in kept]
-        self._runner.keep_rows(rows.to(self._device))
+        if self._reads:  # else the prompts were too long, or the texts are now
+            self._runner.keep_rows(rows.to(self._device))
 
     @property
     def _is_free(self) -> bool:
