@@ -29,7 +29,7 @@ from .decode.outputs import (
     forget_speculation,
     with_speculation,
 )
-from .decode.parts import collecting, noting_fallbacks, noting_rows
+from .decode.parts import asked_of_all, collecting, noting_fallbacks, noting_rows
 from .decode.refusals import Refusal
 from .defaults import default_speculator
 from .drafts.base import Speculator
@@ -168,6 +168,8 @@ def _speculative(plain: Any) -> Any:
         **kwargs: Any,
     ) -> Any:
         renew_invariance(self)
+        if whole := asked_of_all(self):
+            speculator, speculation_config, num_speculative_tokens = (whole.get(name) for name in KEYWORDS)
         given = kwargs | dict(zip(names, args, strict=False))
         hook, has_settings = given.get("custom_generate"), (speculation_config, num_speculative_tokens) != (None, None)
         falls_back = False  # to plain generation, where a default cannot serve a call that asks for nothing of ours
@@ -215,7 +217,8 @@ def _speculative_whisper(plain: Any) -> Any:
                 )
             refuse_other_ways(self, given)
             kwargs |= _read_once(self, given)
-        with collecting(self) as parts:
+        asked = {name: kwargs.pop(name) for name in KEYWORDS if name in kwargs}
+        with collecting(self, asked) as parts:
             output = plain(self, *args, **kwargs)
         return with_speculation(output, parts)
 

@@ -22,10 +22,13 @@ from ..scoring.adapters import base_model
 
 
 class Parts:
-    """The statistics of the parts of one call of ``model``, and which ``rows`` of the call the next part decodes."""
+    """The statistics of the parts of one call of ``model``, and which ``rows`` of the call the next part decodes.
 
-    def __init__(self, model: PreTrainedModel) -> None:
-        self.model = base_model(model)
+    ``asked`` are keywords of the call that its parts get, too.
+    """
+
+    def __init__(self, model: PreTrainedModel, asked: dict[str, Any]) -> None:
+        self.model, self.asked = base_model(model), asked
         self.rows: list[int] | None = None
         self._decoded: list[int] = []  # the rows of the last part
         self._found: list[tuple[SpeculationStats, list[int] | None]] = []
@@ -59,14 +62,23 @@ _collecting: ContextVar[Parts | None] = ContextVar("parts of a call", default=No
 
 
 @contextmanager
-def collecting(model: PreTrainedModel) -> Iterator[Parts]:
-    """Collect the statistics of ``model`` as those of the parts of one call."""
-    parts = Parts(model)
+def collecting(model: PreTrainedModel, asked: dict[str, Any]) -> Iterator[Parts]:
+    """Collect the statistics of ``model`` as those of the parts of one call, which get the keywords ``asked``.
+
+    As keywords of Whisper's own ``generate`` they would replace those that a generation config names.
+    """
+    parts = Parts(model, asked)
     token = _collecting.set(parts)
     try:
         yield parts
     finally:
         _collecting.reset(token)
+
+
+def asked_of_all(model: PreTrainedModel) -> dict[str, Any]:
+    """Return the keywords that all parts of an open call of ``model`` get."""
+    parts = _collecting.get()
+    return {} if parts is None or parts.model is not base_model(model) else parts.asked
 
 
 def is_part(model: PreTrainedModel, stats: SpeculationStats) -> bool:

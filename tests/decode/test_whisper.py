@@ -293,6 +293,24 @@ def test_a_default_speculator(caplog: pytest.LogCaptureFixture) -> None:
     assert torch.equal(beams, target(False).generate(**given, **ENDS, num_beams=2))
 
 
+def test_the_speculator_of_a_call_comes_before_that_of_a_generation_config() -> None:
+    """Whisper's own ``generate`` writes keywords over those of the config that has them."""
+    model, given = whisper(), sound(target(False), 2, 3.2)
+    model.generation_config.speculator = "ngram"
+    want, asked = plain(False, "timestamps", 2, 3.2), {**ENDS, **CASES["timestamps"]}
+    found = []
+    for speculator in (None, draft(False), "ngram", False):
+        assert torch.equal(model.generate(**given, **asked, speculator=speculator), want)
+        found.append(hf_spec.last_speculation(model))
+    by_config, by_draft, by_name, plainly = found
+    assert by_config is not None and by_draft is not None and by_name is not None
+    assert by_config.accepted == by_name.accepted != by_draft.accepted
+    assert plainly is by_name  # nothing was drafted since
+    model.generate(**given, **asked, num_speculative_tokens=1)
+    stats = hf_spec.last_speculation(model)
+    assert stats is not None and stats.proposed <= stats.steps
+
+
 def test_a_draft_of_a_name_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     decoder_only("llama", vocab_size=VOCABULARY).save_pretrained(tmp_path)
     read, load = [], resolve.load_draft

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from twins import paths_of
+from twins import paths_of, target
 
 from hf_spec.drafts.base import AcceptedTokens, DraftContext
 from hf_spec.drafts.ngram.speculator import LOOK_BACK, NgramDrafter, NgramSpeculator
@@ -22,7 +22,7 @@ def start(prompts: list[list[int]], speculator: NgramSpeculator | None = None, *
     """Start a drafter on left-padded ``prompts``; the padding is a token that would make a tempting guess."""
     width = max(map(len, prompts))
     request = DraftContext(
-        target=None,  # type: ignore[arg-type]  # no n-gram looks at it
+        target=target(vocab_size=1000),
         input_ids=torch.tensor([[PAD] * (width - len(prompt)) + prompt for prompt in prompts], dtype=torch.long),
         attention_mask=torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts]),
         features=None,
