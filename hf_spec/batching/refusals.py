@@ -54,7 +54,7 @@ def refuse_batch(
     if speculator is not None and speculator.reads_target_keys:
         raise _refusal("the draft reads the target's keys and values, which the engine keeps in pages", PADDED)
     if speculator is not None:
-        refuse_draft(speculator, 2, config)  # requests come and go
+        refuse_draft(speculator, model, {}, config, 2)  # requests come and go
     if config.row_seeds is not None:
         raise _refusal("row_seeds: all requests draw from one generator", f"use {GENERATE}")
     if (reason := why_not_batched(model)) is not None:

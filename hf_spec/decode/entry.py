@@ -35,7 +35,6 @@ from .options import configured, option
 from .outputs import SpeculativeEncoderDecoderOutput, SpeculativeOutput
 from .refusals import (
     Refusal,
-    is_padded,
     refuse_before_encoding,
     refuse_cache,
     refuse_call,
@@ -84,7 +83,7 @@ class Decoding:
         with refusing():
             refuse_call(model, generation_config, model_kwargs, config, sequences)
             refuse_sharing(speculator, model_kwargs)
-            refuse_draft(speculator, len(input_ids), config, functools.partial(is_padded, model, model_kwargs))
+            refuse_draft(speculator, model, model_kwargs, config, len(input_ids))
             prompt = Prompt.of_call(input_ids, model_kwargs)
             if model.config.is_encoder_decoder:
                 prompt = Prompt.of_source(model, model_kwargs, len(input_ids))

@@ -78,7 +78,9 @@ def collecting(model: PreTrainedModel, asked: dict[str, Any]) -> Iterator[Parts]
 def asked_of_all(model: PreTrainedModel) -> dict[str, Any]:
     """Return the keywords that all parts of an open call of ``model`` get."""
     parts = _collecting.get()
-    return {} if parts is None or parts.model is not base_model(model) else parts.asked
+    if parts is None:
+        return {}
+    return parts.asked if parts.model is base_model(model) else {}
 
 
 def is_part(model: PreTrainedModel, stats: SpeculationStats) -> bool:

@@ -148,16 +148,20 @@ def is_padded(model: PreTrainedModel, model_kwargs: dict[str, Any]) -> bool:
 
 
 def refuse_draft(
-    speculator: Speculator, rows: int, config: SpeculationConfig, padded: Callable[[], bool] = bool
+    speculator: Speculator, model: PreTrainedModel, model_kwargs: dict[str, Any], config: SpeculationConfig, rows: int
 ) -> None:
     """Raise a ``Refusal`` for a draft whose attention takes no mask, where ``rows``, a tree or padding need one."""
     draft = network_of(speculator)
-    if not isinstance(draft, PreTrainedModel) or not getattr(getattr(draft, "drafter_class", None), "attends", True):
+    if not isinstance(draft, PreTrainedModel):
         return
-    implementation = draft.config.get_text_config(decoder=True)._attn_implementation
-    if not takes_no_mask(implementation):
+    implementation = draft.config._attn_implementation
+    if not takes_no_mask(implementation) or not getattr(getattr(draft, "drafter_class", None), "attends", True):
         return
-    needs = {"a tree": config.tree is not None, f"{rows} rows": rows > 1, "a padded prompt": padded()}
+    needs = {
+        "a tree": config.tree is not None,
+        f"{rows} rows": rows > 1,
+        "a padded prompt": is_padded(model, model_kwargs),
+    }
     if why := next((what for what, needed in needs.items() if needed), None):
         raise _refusal(
             f"the draft attends by {implementation}, which takes no custom mask, and {why} would need one; load the "
@@ -201,12 +205,14 @@ def _refuse_target(
             "lengths; pass one row, or no cache"
         )
     implementation = model.config.get_text_config(decoder=True)._attn_implementation
-    if takes_no_mask(implementation) and is_padded(model, model_kwargs):
+    if not takes_no_mask(implementation):
+        return
+    if is_padded(model, model_kwargs):
         raise _refusal(
             f"{implementation} takes no custom mask, which padding needs; pass the prompt without padding, or load "
             "the model with attn_implementation='sdpa'"
         )
-    if takes_no_mask(implementation) and (batch > 1 or config.tree is not None):
+    if batch > 1 or config.tree is not None:
         asked = "a tree of draft tokens" if config.tree is not None else "rows that advance by different amounts"
         raise _refusal(
             f"{implementation} takes no custom mask, which {asked} needs; load the model with "

@@ -47,7 +47,7 @@ class AutoregressiveDrafter(StaticDrafter):
         self._kvs = [(StaticDraftKV if static else DraftKV)(draft, number) for number in range(draft.num_modules)]
         self._root_hidden: list[Tensor] = []  # per reader (batch, 1, hidden): what it made of the root's pair
         self._read_prompt()
-        self._request = request.without_features()
+        self._request = request.without_features
 
     def _read_prompt(self) -> None:
         """Read the pairs that lie in the prompt."""

@@ -80,8 +80,12 @@ class DraftContext:
         """Return how many tokens the target's logits, and so what draft tokens are drawn from, are over."""
         return scored_vocabulary(self.target)
 
+    @once
     def without_features(self) -> DraftContext:
-        """Return the same without the prompt's features, which would stay in memory after the draft has read them."""
+        """Return the same without the prompt's features, which would stay in memory after the draft has read them.
+
+        One object each time, so that graphs find what it knows already.
+        """
         return replace(self, features=None)
 
     def prompts(self) -> list[list[int]]:

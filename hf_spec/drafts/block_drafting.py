@@ -48,7 +48,7 @@ class BlockDrafter(StaticDrafter):
         self._padding: Tensor | None = None  # (batch, prompt), 0 at padding
         self.deepest = draft.config.num_draft_tokens
         self._read_prompt(static)
-        self._request = request.without_features()
+        self._request = request.without_features
 
     def _read_prompt(self, static: bool) -> None:
         """Cache the prompt without its last position, which comes with the first accepted tokens."""

@@ -342,4 +342,4 @@ def drafter_for(kind: Any, draft: Any, request: DraftContext) -> Drafter:
     if request.compiler is None or reason is not None:
         plain: Drafter = kind(draft, request)
         return plain
-    return CompiledDrafter(kind(draft, request, static=True), request.without_features(), request.compiler)
+    return CompiledDrafter(kind(draft, request, static=True), request.without_features, request.compiler)

@@ -31,6 +31,8 @@ from .buffers import SequenceLengths, SlotBuffer
 from .layers import LAYER_CLASSES, adopt, keeps_state, undo
 from .static import undo_static_reading
 
+LONG = 64  # columns, from which on the memory of a second copy matters more than the instructions to free it
+
 
 class OwnStates:
     """The recurrent states of a model's own kind of cache, with the attributes of one of transformers' layers.
@@ -102,11 +104,12 @@ class TreeKVCache(Cache):
         ``open_nodes`` columns are the draft region, a chain. ``cache`` keeps the keys of an encoder's states, for all
         rows. Once some rows have left, the model is shown copies of the others.
         """
-        slots = cls._over(text_cache(cache), batch_size, device, open_nodes)
-        if isinstance(cache, EncoderDecoderCache):
+        text = text_cache(cache)
+        slots = cls._over(text, batch_size, device, open_nodes)
+        if text is not cache:
             slots._crossing = EncoderDecoderCache(slots, cache.cross_attention_cache)
-        if not getattr(cache, "_is_user_defined", False):
-            for kept, layer in zip(slots.layers, getattr(text_cache(cache), "layers", ()), strict=True):
+        if slots.rows.longest >= LONG and not getattr(cache, "_is_user_defined", False):
+            for kept, layer in zip(slots.layers, getattr(text, "layers", ()), strict=True):
                 kept.forget(layer)
         return slots
 

@@ -144,9 +144,10 @@ class SlotLayer(Layer, CacheLayerMixin):
         self.is_initialized = True
         self.keys, self.values = layer.keys, layer.values
         self.dtype, self.device = layer.keys.dtype, layer.keys.device
+        length = layer.get_seq_length()
         for name, buffer in self.buffers.items():
             if (states := getattr(layer, name)) is not None:
-                buffer.adopt(states, layer.get_seq_length() - states.shape[buffer.dim])
+                buffer.adopt(states, length - states.shape[buffer.dim])
 
     def forget(self, layer: Any) -> None:
         """Free its keys and values: they would stay in memory beside the larger buffers that replace them."""

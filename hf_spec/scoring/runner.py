@@ -26,7 +26,7 @@ from .features import Features
 from .groups import Reading, groups_of, read_in_groups
 from .hooks import NO_CONTEXT, hooked
 from .kv_view import KVView
-from .masks import PlainMasks, TreeMask, attending_in, takes_no_mask
+from .masks import PlainMasks, TreeMask, attending_in
 from .names import CACHES, OF_DECODER_ONLY, map_tensors, text_arguments
 from .plain import continued, prompt_kwargs, step_inputs
 from .positions import OwnPositions
@@ -295,8 +295,6 @@ class ModelRunner:
         batch, cache = len(outputs.logits), outputs[self._cache_name]
         prepared = step_inputs(self.model, input_ids, outputs, model_kwargs)
         padding = model_kwargs.get(self._names.mask)
-        if takes_no_mask(self._text_config._attn_implementation):
-            padding = None  # what is padded was refused, and a mask of ones is not handed on
         self._start(cache, batch, outputs.logits.device, padding, prepared, open_nodes)
 
     def _start(

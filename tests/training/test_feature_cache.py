@@ -186,7 +186,7 @@ def test_names_on_disk_stay_as_they_were_first_written(tmp_path: Path) -> None:
     index = json.loads((tmp_path / "index.json").read_text())
     assert index.keys() == {"format", "made_from", "count", "shards"} and index["format"] == 1
     assert index["made_from"].keys() == {
-        *("shard_size", "ends", "config", "body", "tokenizer", "dataset", "layers", "dtype")
+        *("shard_size", "ends", "config", "body", "tokenizer", "dataset", "layers", "dtype", "name")
     }
     assert {path.name for path in (tmp_path / "target").iterdir()} >= {"config.json", "ends.safetensors"}
     states = {f"states.{layer}" for layer in (-1, *LAYERS)}

@@ -175,7 +175,7 @@ class Gemma4AssistantDrafter(Drafter):
     """The state of an assistant in one call: none, because all it reads is in the target's cache."""
 
     def __init__(self, speculator: Gemma4AssistantSpeculator, request: DraftContext) -> None:
-        self._speculator, self._request = speculator, request.without_features()
+        self._speculator, self._request = speculator, request.without_features
         self._device, self._dtype = input_device(speculator.model), speculator.model.dtype
 
     def propose(self, accepted: AcceptedTokens, limit: int) -> Proposal:

@@ -58,7 +58,7 @@ class MedusaDrafter(StaticDrafter):
 
     def __init__(self, draft: MedusaDraftModel, request: DraftContext, static: bool = False) -> None:
         self._draft = draft
-        self._request = request.without_features()
+        self._request = request.without_features
         self.deepest = len(draft.heads)
 
     def grow_proposal(self, accepted: AcceptedTokens, limit: int, prepared: PreparedDraft | None = None) -> Proposal:

@@ -37,7 +37,7 @@ class PEagleDrafter(StaticDrafter):
 
     def __init__(self, draft: PEagleDraftModel, request: DraftContext, static: bool = False) -> None:
         self._draft = draft
-        self._request = request.without_features()
+        self._request = request.without_features
         self._static = static
         self._kv = (StaticDraftKV if static else DraftKV)(draft, 0)
         tokens, mask, features = pairs_of_prompt(request, draft.device, draft.layer_config.vocab_size)
