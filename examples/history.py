@@ -247,7 +247,9 @@ def replay(pairs: Any, speculator: NgramSpeculator, config: SpeculationConfig) -
     for prompt, answer in pairs:
         ids = torch.tensor([prompt[:-1]])  # the first draft tokens are read together with the prompt
         request: Any = (None, ids, torch.ones_like(ids), None, speculator.settings(config), None, False)
-        drafter, new, at = speculator.drafter(DraftContext(*request)), prompt[-1:], 0
+        context = DraftContext(*request)
+        vars(context)["vocabulary"] = 1 << 31  # of no target: nothing is left out
+        drafter, new, at = speculator.drafter(context), prompt[-1:], 0
         while at < len(answer):
             accepted = AcceptedTokens(torch.tensor([new]), torch.tensor([len(new)]))
             room = min(len(answer) - at - 1, config.num_speculative_tokens)  # type: ignore[type-var]
