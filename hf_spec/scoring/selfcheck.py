@@ -18,7 +18,6 @@ from .adapters import adapter_of_inputs
 from .changes import foreign_hooks
 from .factory import runner_for
 from .graphs import is_compiled
-from .hooks import NO_CONTEXT
 from .names import cache_among
 from .plain import difference, logits_of_ways, precision, prompt_kwargs
 from .prompts import PROMPT_TOKENS, Prompt, tokens_for
@@ -61,7 +60,7 @@ def check_target(model: PreTrainedModel, trees: bool, static: bool = False, prom
 
     ``prompt``: the inputs of the call's prefill, if they are more than text; see ``Prompt.of_call``.
     """
-    with in_evaluation(model) if model.training else NO_CONTEXT:
+    with in_evaluation(model):
         _check_shape(model, "chain", static, prompt)
         if model.config.is_encoder_decoder:  # they have masks and biases of their own for a single token
             _check_shape(model, "plain step after a chain", static, prompt)

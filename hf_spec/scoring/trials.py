@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from .adapters import adapted_layers, with_adapters
 from .changes import way_of_forward
+from .hooks import NO_CONTEXT
 
 MOST_WAYS = 32  # results remembered per model: hooks that are rebuilt for each call give a new key each time
 Options = ParamSpec("Options")
@@ -69,10 +70,14 @@ def _left_alone(model: PreTrainedModel) -> Iterator[None]:
             module.rope_deltas = lag
 
 
-@contextlib.contextmanager
-def in_evaluation(model: nn.Module) -> Iterator[None]:
+def in_evaluation(model: nn.Module) -> contextlib.AbstractContextManager[None]:
     """Switch dropout off, with which no two forwards agree: a policy generates while it is trained."""
-    trained = [module for module in model.modules() if module.training] if model.training else []
+    return _untrained(model) if model.training else NO_CONTEXT
+
+
+@contextlib.contextmanager
+def _untrained(model: nn.Module) -> Iterator[None]:
+    trained = [module for module in model.modules() if module.training]
     for module in trained:
         module.training = False
     try:

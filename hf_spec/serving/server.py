@@ -125,7 +125,8 @@ class Server(Serve):
     def _fetching_before(self, handle: Callable[..., Any], check: Callable[[dict[str, Any]], None]) -> Any:
         """Fetch pictures and sounds of requests, which are checked before, in threads of their own.
 
-        So a slow host delays no request that it has no part in.
+        So a slow host delays no request that it has no part in. The handler checks the request again, with the
+        content in place of the addresses.
         """
 
         @functools.wraps(handle)

@@ -27,6 +27,7 @@ from transformers import (
 from transformers.utils import logging
 
 from ..checkpoints.files import looking_for
+from ..checkpoints.fingerprint import differences
 from ..checkpoints.kinds import config_classes
 from ..checkpoints.resolve import as_speculator, load_draft
 from ..configuration import hub_name, max_positions
@@ -303,15 +304,11 @@ def _target_of_caches(directory: str, parts: Iterable[str], name: str, config: P
     except ValueError:  # not started, or not finished
         return None
     target, recorded = caches[0].load_target(), caches[0].made_from.get("name")
-    own, wanted = (one.get_text_config(decoder=True) for one in (target.config, config))
-    found = [
-        f"{key} was {getattr(own, key, None)}, not {getattr(wanted, key, None)}"
-        for key in SIZES
-        if getattr(own, key, None) != getattr(wanted, key, None)
-    ]
-    if None not in (recorded, hub_name(name)) and recorded != name:
-        found.append(f"the target was {recorded}, not {name}")
-    if found:
+    texts = (one.get_text_config(decoder=True) for one in (target.config, config))
+    own, wanted = ({key: getattr(text, key, None) for key in SIZES} for text in texts)
+    if None not in (recorded, hub_name(name)):
+        own["the target"], wanted["the target"] = recorded, name
+    if found := differences(own, wanted):
         raise ValueError(
             f"the feature cache in {directory} is of another target: {'; '.join(found)}. Name the target it was made "
             "from, or make another cache in another directory"

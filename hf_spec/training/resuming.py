@@ -12,12 +12,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from accelerate.utils import gather_object  # type: ignore[import-untyped]
 from safetensors import SafetensorError, safe_open
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import logging
 
 from ..checkpoints.fingerprint import differences, lasting
+from ..processes import Processes
 
 logger = logging.get_logger(__name__)
 
@@ -58,10 +58,9 @@ def checkpoint_to_resume(asked: str | bool | None, output_dir: str | os.PathLike
     return None
 
 
-def check_same_everywhere(checkpoint: str | None, processes: int) -> None:
+def check_same_everywhere(checkpoint: str | None, processes: Processes) -> None:
     """Raise a ValueError if processes, maybe on several machines, have found different checkpoints."""
-    own = None if checkpoint is None else Path(checkpoint).name
-    found = [own] if processes == 1 else gather_object([own])
+    found = processes.together(lambda: None if checkpoint is None else Path(checkpoint).name)
     if len({*found}) > 1:
         raise ValueError(
             f"processes resume from different checkpoints ({', '.join(str(one) for one in dict.fromkeys(found))}): "

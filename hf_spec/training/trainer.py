@@ -20,6 +20,7 @@ from ..checkpoints.fingerprint import has_body
 from ..configuration import hub_name
 from ..drafts.modeling import DraftModel
 from ..drafts.mtp.target import TargetMtp
+from ..processes import Processes
 from ..scoring.adapters import base_model
 from ..unroll.feedback import UnrollInput
 from ..versions import CHECKPOINTING_ARGUMENT
@@ -387,8 +388,8 @@ class DraftTrainer(Trainer):
         """
         checkpoint = checkpoint_to_resume(resume_from_checkpoint, cast(str, self.args.output_dir))
         if asks_to_resume(resume_from_checkpoint):
-            check_same_everywhere(checkpoint, self.accelerator.num_processes)
-        if not asks_to_resume(resume_from_checkpoint) and not self.state.global_step:
+            check_same_everywhere(checkpoint, Processes(self.accelerator))
+        elif not self.state.global_step:
             check_output_dir(cast(str, self.args.output_dir))
         if self.model is not None:
             check_draft(checkpoint, self.draft, self.accelerator.unwrap_model(self.model) is not self.draft)

@@ -109,7 +109,8 @@ def test_sampled_text_and_scores(attended: list[Any], monkeypatch: pytest.Monkey
 def test_a_node_that_is_read_alone_sees_no_sibling(attended: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the second level one node alone has a child."""
     config = SpeculationConfig(tree=[(0,), (1,), (0, 0), (1, 0), (1, 0, 0), (1, 0, 0, 0)])
-    model, small, logits = target(), draft(), [[], []]  # type: ignore[var-annotated]
+    model, small = target(), draft()
+    logits: list[list[Tensor]] = [[], []]
     options = {"max_new_tokens": 12, "do_sample": False, "speculator": small, "speculation_config": config}
     for seen in logits:
         hook = small.register_forward_hook(lambda module, args, out, seen=seen: seen.append(out.logits.clone()))

@@ -15,6 +15,7 @@ from test_trainer import arguments, eagle3, losses, sharp_target
 from transformers import AutoTokenizer
 
 from hf_spec import demo
+from hf_spec.processes import Processes
 from hf_spec.training import DraftTrainer, cache_features, prepare_dataset
 from hf_spec.training.resuming import check_same_everywhere
 from hf_spec.training.sources import prepared
@@ -145,9 +146,10 @@ def work(folder: str) -> None:
         mine = [row["input_ids"] for row in examples()][trainer.accelerator.process_index :: 2]
         assert [row["input_ids"] for row in read][:3] == mine[:3]
     here = f"checkpoint-{trainer.accelerator.process_index}"
-    check_same_everywhere("a/checkpoint-1", 2)
+    both = Processes(trainer.accelerator)
+    check_same_everywhere("a/checkpoint-1", both)
     with pytest.raises(ValueError, match="different checkpoints"):
-        check_same_everywhere(here, 2)
+        check_same_everywhere(here, both)
     leave()
 
 
