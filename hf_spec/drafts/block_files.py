@@ -66,8 +66,8 @@ def read_flat(
     given |= _causality(raw, layers.layer_types) | scales
     if layers.model_type != GEMMA:  # which scale themselves
         # JetSpec's own code, whose files have this key alone, calls the target's embeddings.
-        is_jetspecs = bool(raw.get("causal_head")) and not scales and raw.get("causal") is None
-        given["embeds_as_target"] = bool(raw.get("embeds_as_target", is_jetspecs))
+        says_more = any(raw.get(name) is not None for name in ("causal", "input_embedding_scale"))
+        given["embeds_as_target"] = bool(raw.get("embeds_as_target", raw.get("causal_head") and not says_more))
     width = tensors["fc.weight"].shape[-1] // len(given["aux_hidden_state_layer_ids"])
     speculators_config = default_speculators_config(kind.speculators_model_type)
     speculators_config["verifier"]["name_or_path"] = raw.get("target_model_name_or_path")
