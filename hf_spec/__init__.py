@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.2.0.dev0"
 
 # The command shows help and mistakes before torch and transformers are imported, which takes seconds.
-_is_command = Path(*sys.argv[:1]).stem == "hf-spec" or sys.orig_argv[1:3] == ["-m", "hf_spec"]
+_is_command = Path(*sys.argv[:1]).name in ("hf-spec", "hf-spec.exe") or sys.orig_argv[1:3] == ["-m", "hf_spec"]
 
 if TYPE_CHECKING or not _is_command:
     from .public import *  # noqa: F403

@@ -7,19 +7,20 @@ from weakref import WeakKeyDictionary
 
 from transformers import GenerationConfig, PreTrainedModel
 
-from .checkpoints.resolve import as_speculator
+from .checkpoints.resolve import as_speculator, placement
 from .drafts.base import Speculator
 from .scoring.adapters import base_model
 from .settings import SpeculationConfig, check_settings
 
 _stored: WeakKeyDictionary[PreTrainedModel, tuple[Speculator, SpeculationConfig | None]] = WeakKeyDictionary()
-# Drafts that a generation config names, loaded once per model.
-_named: WeakKeyDictionary[PreTrainedModel, tuple[str, Speculator]] = WeakKeyDictionary()
+# Drafts that a generation config names, loaded once per model and place of it.
+_named: WeakKeyDictionary[PreTrainedModel, tuple[Speculator, str, dict[str, Any]]] = WeakKeyDictionary()
 
 
 def set_speculator(model: PreTrainedModel, speculator: Any, config: SpeculationConfig | None = None) -> None:
     """Let every ``generate`` call of ``model`` use ``speculator``; ``None`` goes back to plain generation.
 
+    So do the calls of a language model inside ``model``, which BLIP-2 lets generate.
     Nothing is stored on the model, so copies of it have no default speculator. A call's own ``speculator=``,
     ``assistant_model=`` or ``custom_generate=`` comes first. ``speculator=False`` turns the default off for one call.
     A call that cannot be decoded speculatively, such as one with beams, is decoded plainly, with one warning.
@@ -55,17 +56,29 @@ def default_speculator(
     """Return the speculator for a call of ``model`` that passes none, and the settings stored with it.
 
     The call's own ``generation_config`` comes first, then what ``set_speculator`` stored, then the model's
-    ``generation_config``. Errors: those of loading the named draft; TypeError for a value that a config cannot hold.
+    ``generation_config``. What is stored for a model holds for the language model inside that generates for it.
+
+    Errors: those of loading the named draft; TypeError for a value that a config cannot hold.
     """
     own, models = (_named_in(config) for config in (generation_config, getattr(model, "generation_config", None)))
-    if own is None and (stored := _stored.get(model)) is not None:
+    if own is None and (stored := _stored_for_call(model)) is not None:
         return stored
     name = models if own is None else own
     if not name:  # False turns off the defaults of lower priority
         return None, None
-    if _named.get(model, ("",))[0] != name:
-        _named[model] = (name, as_speculator(name, model))
-    return _named[model][1], None
+    speculator, *known = _named.get(model, (None,))
+    if speculator is None or known != [name, placement(model)]:
+        speculator = as_speculator(name, model)
+        _named[model] = speculator, name, placement(model)
+    return speculator, None
+
+
+def _stored_for_call(model: Any) -> tuple[Speculator, SpeculationConfig | None] | None:
+    if model in _stored:
+        return _stored[model]
+    # BLIP-2 and a few others call ``generate`` of a model inside.
+    outer = (known for one, known in list(_stored.items()) if any(inner is model for inner in one.modules()))
+    return next(outer, None)
 
 
 def _named_in(config: GenerationConfig | None) -> Any:

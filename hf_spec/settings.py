@@ -23,9 +23,9 @@ class SpeculationConfig:
         num_speculative_tokens: length of a chain, depth of a tree. ``"auto"``: adaptive, chosen in each step by
             acceptance and measured step times; it may be 0. ``None``: adaptive, starting from the draft's own number.
             Two exceptions. When sampling after a seed was set (``torch.manual_seed``, ``set_seed``), step times are
-            computed from the shapes of target and draft. So the seed gives the same text again. It must be below
-            2**32: larger ones look like those that torch draws itself. With a lossy ``acceptance``, every step takes
-            the draft's own number.
+            computed from the shapes of target and draft. So the seed gives the same text again, but with a history of
+            earlier calls. It must be below 2**32: larger ones look like those that torch draws itself. With a lossy
+            ``acceptance``, every step takes the draft's own number.
         tree: ``None``: a chain. ``"dynamic"``: the most probable tree (EAGLE-2, arXiv 2406.16858). When sampling, it
             is sampled without replacement, with most draft tokens where the draft's confidence is highest.
             ``"sampled"``: such a tree of fixed shape. A list of paths of ranks, ``[(0,), (1,), (0, 0)]``: a static

@@ -15,7 +15,10 @@ def write_files(files: dict[str, str], folder: str | os.PathLike[str]) -> None:
         path = Path(folder, name)
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_name(f".{path.name}.partial")
-        partial.write_text(text, encoding="utf-8")
+        with partial.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())  # the new name could reach the disk before the text
         os.replace(partial, path)
 
 

@@ -30,6 +30,8 @@ from twins import CHAIN, TREE, draft, noisy, target, tokenizer
 import hf_spec
 from hf_spec import SpeculationConfig, as_speculator, demo
 from hf_spec.checkpoints import resolve
+from hf_spec.defaults import default_speculator
+from hf_spec.drafts.base import network_of
 
 NEW = {"max_new_tokens": 8, "do_sample": False}
 
@@ -194,6 +196,12 @@ def test_a_generation_config_names_a_speculator_and_is_saved(model: PreTrainedMo
         stats = hf_spec.last_speculation(one)
         assert stats is not None and stats.proposed > 3 * stats.row_steps, "not the tree"
     assert hf_spec.get_speculator(loaded) is None  # which is what set_speculator stored
+    before = default_speculator(model, None)[0]
+    assert default_speculator(model, None)[0] is before
+    after = default_speculator(model.to(torch.bfloat16), None)[0]
+    assert before is not None and after is not None
+    networks = [network_of(one) for one in (before, after)]
+    assert [next(one.parameters()).dtype for one in networks if one] == [torch.float32, torch.bfloat16]
 
 
 def test_the_config_of_a_call_comes_first_then_what_is_stored(model: PreTrainedModel) -> None:

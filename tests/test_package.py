@@ -122,6 +122,15 @@ def test_public_names_are_there_and_documented() -> None:
     assert [name for name in hf_spec.__all__ if not getattr(hf_spec, name).__doc__] == []
 
 
+def test_a_script_may_have_the_name_of_the_command(tmp_path: Path) -> None:
+    script = tmp_path / "hf-spec.py"
+    script.write_text(
+        "import hf_spec, inspect, transformers\n"
+        "assert 'speculator' in inspect.signature(transformers.GenerationMixin.generate).parameters\n"
+    )
+    subprocess.run([sys.executable, script], check=True)
+
+
 def test_generate_tells_its_keywords() -> None:
     model = AutoModelForCausalLM.from_config(LlamaConfig(num_hidden_layers=1, hidden_size=8, num_attention_heads=1))
     shown, plain = (inspect.signature(one) for one in (model.generate, GenerationMixin.generate._hf_spec_original))

@@ -115,7 +115,7 @@ class BenchReport:
         pyplot = import_pyplot()
         picture = self.draw(pyplot)
         picture.savefig(path, dpi=120, bbox_inches="tight")
-        pyplot.close(picture)
+        pyplot.close(picture)  # so that a notebook does not show it
 
     def draw(self, pyplot: Any) -> Any:
         """Return the matplotlib figure that ``plot`` writes: each method has one colour, in both parts."""
@@ -148,14 +148,14 @@ def _colours(pyplot: Any, count: int) -> list[Any]:
 
 
 def import_pyplot() -> Any:
-    """Import matplotlib without a screen, or raise an ImportError that says how to install it."""
+    """Import matplotlib, or raise an ImportError that says how to install it.
+
+    Without a screen it falls back to writing files by itself, and in a notebook its way of showing pictures stays.
+    """
     try:
-        import matplotlib
+        from matplotlib import pyplot
     except ImportError as error:
         raise ImportError("a plot needs matplotlib: pip install 'hf-spec[bench]'") from error
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     return pyplot
 
 

@@ -47,8 +47,9 @@ MOST_IN_COMMON = 0.9
 
 logger = logging.get_logger(__name__)
 
-# What "auto" found for a target. It is searched once, so that n-grams keep their history of earlier calls.
-_found: WeakKeyDictionary[PreTrainedModel, Speculator] = WeakKeyDictionary()
+# What "auto" found for a target, and where that was then. It is searched once, so that n-grams keep their history of
+# earlier calls, and again once a target that has a draft was moved.
+_found: WeakKeyDictionary[PreTrainedModel, tuple[Speculator, dict[str, Any]]] = WeakKeyDictionary()
 # Names that were read from files for a target, to warn users who do so in a loop.
 _read: WeakKeyDictionary[PreTrainedModel, set[str]] = WeakKeyDictionary()
 
@@ -79,9 +80,11 @@ def as_speculator(speculator: Any, target: PreTrainedModel) -> Speculator:
     if speculator == EARLY_EXIT:
         return EarlyExitSpeculator()
     if speculator == "auto":
-        if target not in _found:
-            _found[target] = _best_at_hand(target)
-        return _found[target]
+        best, place = _found.get(target, (None, None))
+        if best is None or (network_of(best) is not None and place != placement(target)):
+            best = _best_at_hand(target)
+            _found[target] = best, placement(target)
+        return best
     if isinstance(speculator, str | os.PathLike):  # "mtp", too
         found = _from_files(speculator, target)
         _warn_of_reading(os.fspath(speculator), target)
@@ -108,7 +111,7 @@ def as_speculator(speculator: Any, target: PreTrainedModel) -> Speculator:
 def _from_files(place: str | os.PathLike[str], target: PreTrainedModel) -> Speculator:
     if place == "mtp":
         return _own_layers(target)
-    return as_speculator(load_draft(place, target, **_placement(target)), target)
+    return as_speculator(load_draft(place, target, **placement(target)), target)
 
 
 @functools.cache
@@ -147,7 +150,7 @@ def with_tokenizers(speculator: Any, target: PreTrainedModel, tokenizer: Any, ta
     without a ``target_tokenizer``.
     """
     if isinstance(speculator, str | os.PathLike) and speculator not in KEYWORDS:
-        place, speculator = speculator, load_draft(speculator, target, **_placement(target))
+        place, speculator = speculator, load_draft(speculator, target, **placement(target))
         _warn_of_reading(os.fspath(place), target)
     draft = base_model(speculator.model if isinstance(speculator, VanillaSpeculator) else speculator)
     if not (isinstance(draft, PreTrainedModel) and draft.can_generate()):
@@ -232,7 +235,7 @@ def _own_layers(target: PreTrainedModel, **hub: Any) -> Speculator:
             f"{path or 'a model made in memory'!r} holds no mtp.* tensors. Use another speculator, for example "
             f"'ngram'.{here}"
         )
-    draft: MTPDraftModel = load(found, **_placement(target))
+    draft: MTPDraftModel = load(found, **placement(target))
     draft.bind(target)
     return draft
 
@@ -341,5 +344,6 @@ def _vocabulary(file: Path) -> dict[str, int]:
     return Tokenizer.from_file(str(file)).get_vocab()
 
 
-def _placement(target: PreTrainedModel) -> dict[str, Any]:
+def placement(target: PreTrainedModel) -> dict[str, Any]:
+    """Return the options of ``from_pretrained`` by which a draft stands where ``target`` does."""
     return {"dtype": target.dtype, "device_map": {"": input_device(target)}}

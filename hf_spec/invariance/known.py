@@ -14,8 +14,8 @@ from ..scoring.adapters import active_adapters
 from ..scoring.hooks import is_ours
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks")
-# Attributes of modules that are looked at by themselves, and one that transformers sets in a first call.
-LEFT_OUT = {*HOOKS, "_parameters", "_buffers", "_modules", "_output_capturing_hooks_installed"}
+# Attributes of modules that are looked at by themselves, and those that transformers sets in a call.
+LEFT_OUT = {*HOOKS, "_parameters", "_buffers", "_modules", "_output_capturing_hooks_installed", "rope_deltas"}
 
 
 class State:

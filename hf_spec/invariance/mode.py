@@ -28,7 +28,7 @@ from ..scoring.graphs import is_compiled
 from ..scoring.hooks import hooked, mark_as_ours
 from ..scoring.plain import input_device, precision, prompt_kwargs
 from ..scoring.prompts import tokens_for
-from ..scoring.trials import ExplainedError, in_short
+from ..scoring.trials import ExplainedError, in_a_trial, in_short
 from .attention import KERNELS, Shape, attention, register_attention, tiling_of
 from .check import check_bits, check_close, logits_at_once
 from .columns import NAME, PLACES, SHORT
@@ -167,7 +167,7 @@ def _begin(mode: Invariance, model: Any) -> None:
             _change(mode, model)
             _compute_rows(mode, model, sizes)
             return
-        with torch.no_grad():
+        with in_a_trial(model):
             # Half precision rounds so much that the logits of some models say nothing.
             outside = _logits_outside(model) if precision(model) == torch.float32 else None
             _change(mode, model)

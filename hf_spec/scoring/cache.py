@@ -297,6 +297,15 @@ def has_states(cache: object) -> bool:
     return any(map(keeps_state, getattr(text_cache(cache), "layers", [])))
 
 
+def holds_tokens(cache: object) -> bool:
+    """Tell whether some layer of transformers' ``cache`` has read tokens."""
+    layers = getattr(text_cache(cache), "layers", ())
+    return any(
+        layer.get_seq_length() > 0 if isinstance(layer, CacheLayerMixin) else any(layer.has_previous_state.values())
+        for layer in layers
+    )
+
+
 def undo_reading(cache: object) -> Callable[[], None]:
     """Return a function that restores transformers' ``cache`` to its state now, whatever is read in between.
 

@@ -373,6 +373,9 @@ def _copied(value: Any) -> Any:
 
 def _share_states(own: Any, layer: LinearAttentionLayer) -> None:
     """Let ``own`` read and write the states of ``layer`` in place."""
+    if getattr(layer, "record_past", False):  # on after transformers' assisted decoding, and convolution states grow
+        layer.crop(0)
+        layer.record_past = False
     for name in vars(LinearAttentionLayer()):
         setattr(own, name, getattr(layer, name))
 

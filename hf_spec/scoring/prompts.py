@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, StaticCache
 
 from .architectures import cache_name, why_one_row
+from .cache import holds_tokens
 from .masks import takes_no_mask
 from .names import CACHES, OF_ENCODER_DECODER, cache_among, map_tensors
 from .plain import input_device, new_cache, new_static_cache, prompt_kwargs
@@ -69,7 +70,7 @@ class Prompt:
         """
         extra = [name for name, value in model_kwargs.items() if name not in OF_TEXT and _is_content(value)]
         cache = cache_among(model_kwargs)
-        if not extra or (isinstance(cache, Cache) and cache.get_seq_length() > 0):
+        if not extra or (isinstance(cache, Cache) and holds_tokens(cache)):
             return None
         mask, slots = model_kwargs.get("attention_mask"), input_ids.shape[1] + SPARE_SLOTS
         if isinstance(cache, StaticCache):  # it has slots for whatever precedes the tokens, such as images

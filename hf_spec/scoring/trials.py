@@ -48,8 +48,7 @@ def tried_once(
         found = known.setdefault(model, {})
         if key in found:
             return found[key]
-        of_the_first_row = with_adapters(adapted_layers(model), lambda count: [0] * count)
-        with torch.no_grad(), _left_alone(model), of_the_first_row:
+        with in_a_trial(model):
             result = trial(model, *args, **kwargs)
         for old in list(found)[: max(0, len(found) - MOST_WAYS + 1)]:
             found.pop(old, None)
@@ -60,11 +59,16 @@ def tried_once(
 
 
 @contextlib.contextmanager
-def _left_alone(model: PreTrainedModel) -> Iterator[None]:
-    """Restore what trial forwards change on ``model``: the ``rope_deltas`` of the last prompt with images."""
+def in_a_trial(model: PreTrainedModel) -> Iterator[None]:
+    """Compute forwards without gradients, with the adapter of a call's first row, and leave ``model`` as it was.
+
+    A forward changes the ``rope_deltas`` of the last prompt with images.
+    """
     lags = [(module, module.rope_deltas) for module in model.modules() if hasattr(module, "rope_deltas")]
+    of_the_first_row = with_adapters(adapted_layers(model), lambda count: [0] * count)
     try:
-        yield
+        with torch.no_grad(), of_the_first_row:
+            yield
     finally:
         for module, lag in lags:
             module.rope_deltas = lag

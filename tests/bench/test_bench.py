@@ -542,8 +542,10 @@ def test_plain_compiled_says_the_same_and_compiling_takes_no_time_of_it(target, 
 
 
 def test_the_picture_is_a_png(target, tokenizer, tmp_path):
-    pytest.importorskip("matplotlib")
+    matplotlib = pytest.importorskip("matplotlib")
+    matplotlib.use("svg")  # such as a notebook has of its own
     bench(target, tokenizer, [Contender("ngram", "ngram")]).plot(tmp_path / "bench.png")
+    assert matplotlib.get_backend() == "svg"
     assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
 
 

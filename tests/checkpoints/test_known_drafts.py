@@ -115,6 +115,10 @@ def test_auto_is_the_first_known_draft_that_is_whole_and_fits(
     found = hf_spec.as_speculator("auto", target)
     assert isinstance(found, hf_spec.Eagle3DraftModel)
     assert hf_spec.as_speculator("auto", target) is found  # loaded once
+    moved = hf_spec.as_speculator("auto", target.to(torch.bfloat16))
+    assert isinstance(moved, hf_spec.Eagle3DraftModel) and moved.dtype == torch.bfloat16
+    assert hf_spec.as_speculator("auto", target) is moved
+    target.float()
 
     prompt = torch.tensor([[2, 300, 301, 302]])
     plain = target.generate(prompt, max_new_tokens=24, do_sample=False)  # type: ignore[operator]

@@ -13,10 +13,12 @@ import re
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import MethodType
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+from accelerate.utils import convert_outputs_to_fp32
 from architectures import CORE, USUAL, build, names, prompts
 from pairs import usual
 from torch import Tensor
@@ -31,7 +33,7 @@ from hf_spec.scoring.kv_view import KVView
 from hf_spec.scoring.layers import SlotLayer
 from hf_spec.scoring.masks import TreeMask
 from hf_spec.scoring.names import CACHE
-from hf_spec.scoring.plain import new_cache
+from hf_spec.scoring.plain import new_cache, precision
 from hf_spec.scoring.selfcheck import check_target
 
 NEW_TOKENS = 24
@@ -276,6 +278,22 @@ def test_a_target_is_measured_by_what_autocast_lets_it_compute_in() -> None:
         check_target(model, trees=True)
     mistaken.remove()
     check_target(model, trees=True)
+
+
+def test_autocast_inside_of_a_forward_counts_as_one_around_it() -> None:
+    """As accelerate puts it there, and so every Trainer with ``bf16=True``."""
+    model = AutoModelForCausalLM.from_pretrained(demo.path(), dtype=torch.float32)
+    assert precision(model) == torch.float32
+    forward = torch.autocast("cpu", torch.bfloat16)(type(model).forward)
+    model.forward = MethodType(convert_outputs_to_fp32(forward), model)
+    assert precision(model) == torch.bfloat16
+    mistaken = model.get_output_embeddings().register_forward_hook(
+        lambda module, args, logits: logits * (1.02 if logits.shape[1] > 1 else 1)
+    )
+    check_target(model, trees=True)
+    mistaken.remove()
+    model.forward = MethodType(torch.autocast("cuda", torch.float16)(type(model).forward), model)
+    assert precision(model) == torch.float32
 
 
 @pytest.mark.parametrize("way", ["compile", "forward"])

@@ -54,6 +54,16 @@ def test_a_row_may_have_an_adapter_of_its_own() -> None:
     assert all(same_bits(fast, one, row) for row, one in enumerate(alone))
 
 
+def test_adapters_may_change_before_each_row_names_its_own() -> None:
+    model, inputs, names = adapted(small(dtype=torch.bfloat16)), prompts(3, (28, 9, 21)), ["one", "__base__", "two"]
+    with hf_spec.invariant(model):
+        wanted = model.generate(**inputs, **OPTIONS, adapter_names=names)
+        model.set_adapter("two")
+        for speculator in ("ngram", "plain"):
+            fast = model.generate(**inputs, **OPTIONS, adapter_names=names, speculator=speculator)
+            assert torch.equal(fast.sequences, wanted.sequences) and torch.equal(fast.logits[0], wanted.logits[0])
+
+
 def test_adapters_that_come_later_are_tried_and_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     model, checked = small(dtype=torch.bfloat16), []
     check = mode.check_bits

@@ -276,9 +276,13 @@ def test_statistics_of_a_model_that_lets_another_one_generate(name: str) -> None
         out = model.generate(**inputs, **OPTIONS, speculator="ngram", return_dict_in_generate=True)
         assert torch.equal(out.sequences[:, -12:], plain[:, -12:])
         assert hf_spec.last_speculation(model) is out.speculation is hf_spec.last_speculation(model.language_model)
-    hf_spec.set_speculator(model.language_model, "ngram")
-    model.generate(**inputs, **OPTIONS, num_beams=2)  # which no speculator can serve
-    assert hf_spec.last_speculation(model) is None
+    for one in (model.language_model, model):
+        hf_spec.set_speculator(one, "ngram")
+        assert torch.equal(model.generate(**inputs, **OPTIONS), plain)
+        assert hf_spec.last_speculation(model) is not None
+        model.generate(**inputs, **OPTIONS, num_beams=2)  # which no speculator can serve
+        assert hf_spec.last_speculation(model) is None
+        hf_spec.set_speculator(one, None)
 
 
 def test_the_last_call_of_several_models_inside_one_counts() -> None:

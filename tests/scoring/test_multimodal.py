@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 from twins import SHAPES, Oracle
 
+import hf_spec
 from hf_spec import NgramSpeculator
 from hf_spec.scoring.selfcheck import reads_prompts_causally
 
@@ -91,3 +93,6 @@ def test_what_the_model_keeps_for_the_next_turn(name: str) -> None:
         model.model.rope_deltas = lag = torch.tensor([[-3]])
         model.generate(input_ids=first.sequences, past_key_values=first.past_key_values, **OPTIONS, **last)
         assert model.model.rope_deltas is lag
+    for _ in range(2):
+        with hf_spec.invariant(model) if name == "vl:qwen3_vl" else contextlib.nullcontext():
+            assert model.model.rope_deltas is lag

@@ -204,6 +204,33 @@ def test_turns(name: str) -> None:
             assert torch.equal(again, expected)
 
 
+def test_a_turn_after_assisted_decoding() -> None:
+    """That of transformers leaves the cache recording, so that convolution states grow."""
+    model, inputs = target("lfm2"), prompts(1)
+    first = model.generate(**inputs, max_new_tokens=8, do_sample=False, return_dict_in_generate=True)
+    found = model.generate(
+        **inputs, max_new_tokens=8, do_sample=False, return_dict_in_generate=True, prompt_lookup_num_tokens=3
+    )
+    ids = torch.cat([first.sequences, inputs["input_ids"][:, :3]], dim=1)
+    expected = model.generate(ids, max_new_tokens=12, do_sample=False, past_key_values=first.past_key_values)
+    cache = found.past_key_values
+    assert any(getattr(layer, "record_past", False) for layer in cache.layers)
+    text = model.generate(
+        ids, max_new_tokens=12, do_sample=False, past_key_values=cache, speculator=Oracle(expected, wrong=3)
+    )
+    assert torch.equal(text, expected)
+
+
+@pytest.mark.parametrize("name", ["mamba", "mamba2"])
+def test_embeddings_in_the_place_of_tokens(name: str) -> None:
+    model = target(name)
+    embeds = model.get_input_embeddings()(prompts(1)["input_ids"]).detach()
+    expected = model.generate(inputs_embeds=embeds, max_new_tokens=16, do_sample=False)
+    for _ in range(2):
+        found = model.generate(inputs_embeds=embeds, max_new_tokens=16, do_sample=False, speculator=ngram(expected))
+        assert torch.equal(found, expected)
+
+
 @pytest.mark.parametrize("name", ["qwen3_next", "mamba2", "lfm2"])
 def test_the_state_handed_back_has_read_all_that_was_carried(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """However many tokens the last block left: none, exactly one, several."""
