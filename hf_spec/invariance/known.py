@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
+from ..packing.weight import PackedWeight, layout_of
 from ..scoring.adapters import active_adapters
 from ..scoring.hooks import is_ours
 
@@ -51,6 +52,8 @@ class State:
             if tensor is not None:
                 self._objects.append(weakref.ref(tensor))
                 self._values.append(_layout(tensor))
+                if isinstance(tensor, PackedWeight) and tensor._storage.packed is not None:
+                    self._objects.append(weakref.ref(tensor._storage.packed))
         for name in sorted(own.keys() - LEFT_OUT):
             self._note_attribute(name, own[name])
 
@@ -70,7 +73,7 @@ class State:
 def _layout(tensor: Tensor) -> Hashable:
     """Return what decides by which kernel a weight is computed with, and how often its values were changed."""
     changed = tensor._version if _is_plain(tensor) and not tensor.is_inference() else 0
-    return type(tensor), tensor.dtype, tensor.shape, str(tensor.device), changed, address(tensor)
+    return layout_of(tensor), tensor.dtype, tensor.shape, str(tensor.device), changed, address(tensor)
 
 
 def address(tensor: Tensor) -> int:

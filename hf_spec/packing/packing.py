@@ -6,6 +6,7 @@ import contextlib
 import functools
 import gc
 import weakref
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -19,7 +20,7 @@ from .attention import attend_together
 from .float16 import HALF, MOST_MEMORY, Float16Weight, float16_weight, is_better_in_float16
 from .kept import is_better_kept
 from .layout import row_reader
-from .weight import NOT_COMPILED, STORAGE, Owners, PackedWeight, Rows, Storage, lock, parameters_of
+from .weight import NOT_COMPILED, STORAGE, Former, Owners, PackedWeight, Rows, Storage, lock, parameters_of
 
 LARGE = 1 << 16  # values of a weight from which on packing is worth the while
 ROWS_AT_A_TIME = 16  # the rows that oneDNN chooses the layout for; its layouts for 2 to 1,024 rows were the same
@@ -84,7 +85,12 @@ def pack(*models: Any, force: bool = False) -> Packing:
 
     Errors: a ValueError for a compiled model, and a TypeError for what is no model.
     """
-    return _pack(models, force)[0]
+    storages: list[Storage] = []
+    with lock:
+        report = _pack(models, force, storages)
+        for storage in storages:
+            storage.lasting = True
+    return report
 
 
 def unpack(*models: Any) -> None:
@@ -101,17 +107,20 @@ def packed(*models: Any, force: bool = False) -> Iterator[Packing]:
 
     Where several have opened a context for one model, such as two threads, it is packed until the last one ends.
     """
-    with lock:
-        report, storages = _pack(models, force)
-        for storage in storages:
-            storage.contexts += 1
+    storages: list[Storage] = []
     try:
+        with lock:
+            try:
+                report = _pack(models, force, storages)
+            finally:  # also after an interruption: what is packed by then is undone below
+                for storage in storages:
+                    storage.contexts += 1
         yield report
     finally:
         with lock:
             for storage in storages:
                 storage.contexts -= 1
-                if not storage.contexts:
+                if not (storage.contexts or storage.lasting):
                     storage.unpack()
 
 
@@ -120,13 +129,13 @@ def is_packed(model: nn.Module) -> bool:
     return any(_is_packed(weight) for module in model.modules() for weight in module._parameters.values())
 
 
-def _pack(models: tuple[Any, ...], force: bool) -> tuple[Packing, list[Storage]]:
-    """Pack, and return also what is packed for contexts: by this call, or by ones that are still open."""
+def _pack(models: tuple[Any, ...], force: bool, of_contexts: list[Storage]) -> Packing:
+    """Pack, and note in ``of_contexts`` what is packed for contexts: by this call, or by ones that are still open."""
     networks = _networks(models)
     for network in networks:
         _refuse_compiled(network)
     gc.collect()  # garbage may hold weights
-    report, of_contexts, size, spare = Packing(), [], 0, 0
+    report, size, spare = Packing(), 0, 0
     # What is looked up in comes last: it may take the memory that others save.
     for found in sorted(_weights(networks), key=lambda one: one.is_looked_up):
         if isinstance(found.weight, PackedWeight) and not _is_packed(found.weight):  # a reference that was put back
@@ -144,7 +153,7 @@ def _pack(models: tuple[Any, ...], force: bool) -> tuple[Packing, list[Storage]]
         size, spare = size + storage.nbytes, spare + plain - storage.nbytes
     if report.packed:
         attend_together()
-    return replace(report, bytes=size), of_contexts
+    return replace(report, bytes=size)
 
 
 def _pack_weight(found: _Found, spare: int) -> str | None:
@@ -154,7 +163,7 @@ def _pack_weight(found: _Found, spare: int) -> str | None:
         values = _values(weight, found.is_looked_up, spare)
         if isinstance(values, str):
             return values
-        known = getattr(weight, STORAGE, lambda: None)()  # of references from when it was packed before
+        known = getattr(weight, STORAGE, Former()).storage()  # of references from when it was packed before
         storage = known or Storage()
         own = storage.weight() if storage.weight is not None else None
         if own is None or not own.is_like(weight):
@@ -206,7 +215,7 @@ def _networks(models: tuple[Any, ...]) -> list[nn.Module]:
         while inside is not None and not isinstance(inside, nn.Module):
             inside = getattr(inside, "model", getattr(inside, "draft", None))
             if inside is None and not hasattr(model, "drafter"):
-                raise TypeError(f"{type(model).__name__} is no model and no speculator: pass what generate takes")
+                raise TypeError(f"{type(model).__name__} is no model and no speculator: pass loaded models and drafts")
         found += [] if inside is None else [inside]
     return found
 
@@ -222,13 +231,17 @@ def _refuse_compiled(network: nn.Module) -> None:
 def _weights(networks: list[nn.Module]) -> list[_Found]:
     """Find all parameters, each once, with all modules that hold them and the drafts that borrow them."""
     found: dict[int, _Found] = {}
-    for network in networks:
+    kinds: Counter[str] = Counter()
+    for network in dict.fromkeys(networks):
+        kind = type(network).__name__
+        kinds[kind] += 1
+        title_of_all = kind if kinds[kind] == 1 else f"{kind} {kinds[kind]}"
         for place, module in network.named_modules():
             lent = vars(module).get("_lent")  # what a draft borrows of its target, see drafts/lending.py
             for owner in (module, lent) if isinstance(lent, dict) else (module,):
                 for name, weight in parameters_of(owner).items():
                     if isinstance(weight, nn.Parameter):
-                        title = ".".join(filter(None, (type(network).__name__, place, name)))
+                        title = ".".join(filter(None, (title_of_all, place, name)))
                         found.setdefault(id(weight), _Found(title)).owners.append((owner, name))
     return list(found.values())
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Hashable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import Any, TypeVar, cast
 
 import torch
@@ -55,6 +55,7 @@ _ASKING = frozenset(
     + [Tensor.element_size, Tensor.is_floating_point, Tensor.is_complex, Tensor.is_contiguous, Tensor.stride]
     + [Tensor.__len__, Tensor.__hash__, Tensor.is_inference, torch.is_floating_point, torch.is_complex, torch.numel]
 )
+_CASTS = {Tensor.float: torch.float32, Tensor.bfloat16: torch.bfloat16, Tensor.half: torch.float16}
 
 
 class Storage:
@@ -64,7 +65,8 @@ class Storage:
     of its products, see kept.py.
     ``rows`` reads rows of packed values.
     ``weight`` is the parameter that stands for them, and ``owners`` are those that hold it, each with its name there.
-    ``attributes`` are those that the plain parameter had. ``contexts`` counts the contexts that need them packed.
+    ``attributes`` are those that the plain parameter had. ``contexts`` counts the contexts that need them packed,
+    and what was packed without one is ``lasting``.
     """
 
     def __init__(self, plain: nn.Parameter | None = None) -> None:
@@ -75,7 +77,7 @@ class Storage:
         self.weight: weakref.ref[PackedWeight] | None = None
         self.owners: list[tuple[weakref.ref[Any], str]] = []
         self.attributes: dict[str, Any] = {}
-        self.contexts = 0
+        self.contexts, self.lasting = 0, False
 
     def pack(
         self,
@@ -101,12 +103,14 @@ class Storage:
         packed = self.packed
         if packed is None:  # another thread has unpacked it
             return 0
-        return packed.nbytes if isinstance(packed, Float16Weight) else packed.numel() * packed.itemsize
+        is_in_blocks = isinstance(packed, Tensor) and packed.is_mkldnn
+        return int(torch.ops.mkldnn._nbytes(packed)) if is_in_blocks else packed.nbytes
 
     def take_back(self, plain: nn.Parameter) -> None:
         """Take the values from ``plain`` from now on."""
         self.plain = plain
         self.packed = self.rows = None
+        self.lasting = False
 
     def unpack(self, reason: str | None = None) -> nn.Parameter:
         """Return the plain parameter, with the bits it had, and put it where the packed one was."""
@@ -143,8 +147,21 @@ class Storage:
         values = self.dense()
         plain = _without_modes(lambda: nn.Parameter(values, requires_grad=is_trained))
         vars(plain).update(self.attributes if own is None else own._attributes())
-        setattr(plain, STORAGE, weakref.ref(self))  # references to the packed weight may still be around
+        setattr(plain, STORAGE, Former(self))
         return plain
+
+
+class Former:
+    """The storage of a weight that is plain again: references to the packed one may still be around.
+
+    Copies and pickles of the plain one have none.
+    """
+
+    def __init__(self, storage: Storage | None = None) -> None:
+        self.storage = (lambda: None) if storage is None else weakref.ref(storage)
+
+    def __reduce__(self) -> tuple[type[Former], tuple[()]]:
+        return Former, ()
 
 
 class PackedWeight(Tensor):
@@ -210,6 +227,10 @@ class PackedWeight(Tensor):
     def is_floating_point(self) -> bool:
         """Return True, as for every packed weight: a method of C++ does not stand in graphs, and this one is asked."""
         return True
+
+    def detach(self) -> Any:
+        """Return the values without gradients; in graphs, which record none, this object."""
+        return self if torch.compiler.is_compiling() else super().detach()
 
     def is_like(self, weight: Tensor) -> bool:
         """Tell whether ``weight`` has the same shape and dtype."""
@@ -353,6 +374,8 @@ def _answer(cls: type[PackedWeight], func: Any, args: Any, kwargs: Any) -> Any:
         return repr(own._copy())
     if func is Tensor.to and not kwargs and all(_changes_nothing(one, own) for one in args[1:]):
         return own
+    if len(args) == 1 and not kwargs and (func is Tensor.cpu or _CASTS.get(func) is own.dtype):
+        return own
     if len(args) == 2 and args[1] is own:  # after such a move, Module.to writes back what it got
         if func is torch._has_compatible_shallow_copy_type:
             return True
@@ -402,5 +425,14 @@ def _without_modes(make: Callable[[], Made]) -> Made:
 
     Torch keeps all of these per thread, so another thread has none.
     """
-    with ThreadPoolExecutor(1) as other:
-        return other.submit(make).result()
+    found: Future[Made] = Future()
+
+    def run() -> None:
+        try:
+            found.set_result(make())
+        except BaseException as error:
+            found.set_exception(error)
+
+    other = threading.Thread(target=run)  # an executor takes no work any more once the main thread has ended
+    other.start()
+    return found.result()

@@ -31,7 +31,7 @@ pytestmark = pytest.mark.skipif(
     why_not_here(torch.float32, force=True) is not None, reason=str(why_not_here(torch.float32, force=True))
 )
 IDS = torch.arange(3, 35).view(2, 16)
-WAYS = ("plain", "n-grams", "draft model", "draft model, trees", "EAGLE-3")
+WAYS = ("plain", "n-grams", "draft model", "draft model, trees", "EAGLE-3", "EAGLE-3, lent weights")
 
 
 @pytest.fixture
@@ -57,9 +57,11 @@ def compiling(backend: str = "eager", **options: Any) -> dict[str, Any]:
 def speculating(way: str, target: Any) -> dict[str, Any]:
     if way in ("plain", "n-grams"):
         return {"speculator": {"plain": "plain", "n-grams": "ngram"}[way]}
-    if way == "EAGLE-3":
+    if "EAGLE-3" in way:
         torch.manual_seed(2)
-        draft = new_draft(Eagle3SpeculatorConfig.for_target(target.config), target).eval()
+        shared = ["embed_tokens", "lm_head"] if "lent" in way else []
+        config = Eagle3SpeculatorConfig.for_target(target.config, shared_with_target=shared)
+        draft = new_draft(config, target).eval()
     else:
         draft = make(layers=1, seed=1)
     hf_spec.pack(draft, force=True)

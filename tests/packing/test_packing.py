@@ -27,6 +27,7 @@ from torch.nn.utils import prune
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import hf_spec
+from hf_spec.packing import packing
 from hf_spec.packing.float16 import Float16Weight
 from hf_spec.packing.kept import is_better_kept, number_of_parts
 from hf_spec.packing.layout import RowReader, memory_of, row_reader, same_bits
@@ -479,6 +480,32 @@ def test_copies_and_files_hold_the_plain_weights(packed: Any, copied: Callable[[
         assert other.lm_head.weight is other.model.embed_tokens.weight
 
 
+@pytest.mark.parametrize("copied", [copy.deepcopy, by_pickle, by_torch])
+def test_what_was_packed_once_is_copied_as_any_other_model(packed: Any, copied: Callable[[Any], Any]) -> None:
+    hf_spec.unpack(packed)
+    other = copied(packed)
+    assert same_state(other, make()) and other.lm_head.weight is other.model.embed_tokens.weight
+    assert hf_spec.pack(other, force=True).packed and not is_packed(packed)
+    assert same_state(copied(other), make())
+
+
+def test_copies_are_made_after_the_main_thread_has_ended() -> None:
+    script = """
+import copy, threading, torch, hf_spec
+layer = torch.nn.Linear(512, 512).eval()
+wanted = layer.weight.detach().clone()
+assert hf_spec.pack(layer, force=True).packed
+def late():
+    threading.main_thread().join()
+    print(torch.equal(copy.deepcopy(layer).weight, wanted))
+threading.Thread(target=late).start()
+"""
+    run = subprocess.run(
+        [sys.executable, "-c", script], env=environment(), capture_output=True, text=True, timeout=300
+    )
+    assert run.stdout.strip() == "True", run.stderr
+
+
 def test_saved_files_hold_the_plain_weights(packed: Any, tmp_path: Path) -> None:
     packed.save_pretrained(tmp_path)
     assert same_state(AutoModelForCausalLM.from_pretrained(tmp_path), make())
@@ -497,6 +524,7 @@ def test_what_is_asked_about_a_weight_is_answered_without_undoing(packed: Any) -
     packed.requires_grad_(False)
     packed.to("cpu")
     packed.to(torch.float32)
+    packed.cpu().float()
     packed.eval()
     packed.train()
     packed.zero_grad()
@@ -946,6 +974,33 @@ def test_a_model_is_packed_until_the_last_context_ends(model: Any) -> None:
     with hf_spec.packed(model, force=True), hf_spec.packed(model, force=True):
         pass
     assert is_packed(model)  # as it was before
+    hf_spec.unpack(model)
+    with hf_spec.packed(model, force=True):
+        hf_spec.pack(model, force=True)
+    assert is_packed(model)  # as was asked for inside
+
+
+def test_a_context_that_is_interrupted_while_it_packs_leaves_nothing_packed(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pack_weight, calls = packing._pack_weight, []
+
+    def interrupted(*args: Any) -> Any:
+        calls.append(args)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return pack_weight(*args)
+
+    monkeypatch.setattr(packing, "_pack_weight", interrupted)
+    with pytest.raises(KeyboardInterrupt), hf_spec.packed(model, force=True):
+        pass
+    assert len(calls) == 3 and not is_packed(model)
+
+
+def test_the_report_tells_models_of_one_class_apart(model: Any) -> None:
+    report = hf_spec.pack(model, make(), force=True)
+    assert len(set(report.packed)) == len(report.packed) == 2 * LARGE
+    assert sum(name.startswith("LlamaForCausalLM 2.") for name in report.packed) == LARGE
 
 
 def test_modules_that_are_gone_do_not_stay(model: Any) -> None:
