@@ -26,7 +26,6 @@ from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import GenerationConfig
 from transformers.generation.continuous_batching import ContinuousBatchingManager
 from transformers.generation.continuous_batching.continuous_api import ContinuousBatchProcessor, OutputRouter
 from transformers.generation.continuous_batching.input_outputs import ContinuousBatchingIOs
@@ -41,6 +40,7 @@ from ..device_tensors import to_device
 from ..invariance.columns import Text, mask_of_packed
 from ..invariance.mode import Invariance, invariance_of
 from ..metrics import SpeculationStats
+from ..parallel import ModelParallelGroup
 from ..sampling import is_seeded
 from ..versions import FullAttentionCacheAllocator, SlidingAttentionCacheAllocator, stream_context
 from .drafting import RequestProposal, join_proposals
@@ -58,15 +58,33 @@ class RequestOutput(GenerationOutput):
     speculation: SpeculationStats | None = None
 
 
-class SpeculativeManager(ContinuousBatchingManager):
+class PlainManager(ContinuousBatchingManager):
+    """transformers' manager of continuous batching, which leaves torch without a seed if the user has set none."""
+
+    @classmethod
+    def of(cls, manager: ContinuousBatchingManager) -> ContinuousBatchingManager:
+        """Turn a manager that transformers made into one of these, unless it is one."""
+        return _as_subclass(cls, manager) if type(manager) is ContinuousBatchingManager else manager
+
+    def _create_batch_processor(self) -> ContinuousBatchProcessor:
+        device, own_seed = self.model.device, self.continuous_batching_config.seed
+        is_alone = ModelParallelGroup(cast(Any, self.model)).is_alone
+        leave_unseeded = own_seed is None and is_alone and not is_seeded(device)
+        made = super()._create_batch_processor()
+        if leave_unseeded:  # transformers' engine has set a random seed, which a later call would take for the user's
+            torch.seed()
+        return made
+
+
+class SpeculativeManager(PlainManager):
     """transformers' manager of continuous batching with speculative decoding, which ``speculation`` does.
 
-    ``made_for`` is the generation config of the call that made it. ``is_default_size``: that call did not set the size
-    of the cache. ``invariance`` is the mode of ``hf_spec.invariant`` that the model was in.
+    ``made_for`` tells what the call that made it asked for. ``is_default_size``: that call did not set the size of the
+    cache. ``invariance`` is the mode of ``hf_spec.invariant`` that the model was in.
     """
 
     speculation: Speculation
-    made_for: dict[str, Any]
+    made_for: Any
     is_default_size: bool
     invariance: Invariance | None
 
@@ -75,24 +93,22 @@ class SpeculativeManager(ContinuousBatchingManager):
         cls,
         manager: ContinuousBatchingManager,
         speculation: Speculation,
-        settings: GenerationConfig,
+        made_for: Any,
         is_default_size: bool = False,
     ) -> SpeculativeManager:
-        """Turn a manager that transformers made with ``settings`` and did not start into a speculative one."""
+        """Turn a manager that transformers made and did not start into a speculative one."""
         ours = _as_subclass(cls, manager)
-        ours.speculation, ours.made_for, ours.is_default_size = speculation, settings.to_dict(), is_default_size
+        ours.speculation, ours.made_for, ours.is_default_size = speculation, made_for, is_default_size
         ours.invariance = invariance_of(manager.model)
         ours.output_router = _as_subclass(_Router, manager.output_router)
         ours.output_router.speculation = speculation
         return ours
 
     def _create_batch_processor(self) -> ContinuousBatchProcessor:
-        device, own_seed = self.model.device, self.continuous_batching_config.seed
-        leave_unseeded = own_seed is None and self.speculation.is_alone and not is_seeded(device)
         made = super()._create_batch_processor()
-        if leave_unseeded:  # transformers' engine has set a random seed, which a later call would take for the user's
-            torch.seed()
-        if not isinstance(made, _Processor):
+        if isinstance(made, _Processor):
+            made.cache.reset()  # the weights may have changed since, and the prefixes kept for sharing are theirs
+        else:
             made = _as_subclass(_Processor, made)
             made.speculation, made.invariance = self.speculation, self.invariance
             made.scheduler = _as_subclass(SCHEDULERS[type(made.scheduler)], made.scheduler)
@@ -185,7 +201,9 @@ class _Processor(ContinuousBatchProcessor):
 
     def prepare_next_batch(self) -> bool:
         ready: bool = super().prepare_next_batch()
-        self.speculation.keep(self.scheduler.active_requests)  # the others ended, were cancelled or restart
+        # The others ended, were cancelled or restart.
+        self.speculation.keep(self.scheduler.active_requests, self.scheduler.waiting_requests)
+        self.speculation.learn_ended()
         return ready
 
     @torch.no_grad()
@@ -279,7 +297,17 @@ class _Processor(ContinuousBatchProcessor):
         state = future.state
         row = self.speculation.row(state.request_id, state)
         proposal = ROOT if row.proposal is None else row.proposal.truncate(future.query_length)
-        return Scored(row, proposal, _remaining(state), state._eos_token_ids)
+        return Scored(row, proposal, self._remaining(state), state._eos_token_ids)
+
+    def _remaining(self, state: RequestState) -> int:
+        """Return how many draft tokens may be emitted: after them there is space for one more token.
+
+        The length limit gives it, and the target's table of positions, outside of which a draft token has none.
+        """
+        left, table = state._new_tokens_limit - state.generated_len() - 1, self.speculation.positions
+        if table is not None:
+            left = min(left, table - len(state.initial_tokens) - state.generated_len())
+        return max(0, left)
 
     def _forward(self, model: nn.Module, kwargs: Any) -> tuple[Tensor, Tensor | None]:
         """Return the logits that ``logits_indices`` ask for, (nodes, vocabulary), and the features of all packed
@@ -363,7 +391,9 @@ class _Processor(ContinuousBatchProcessor):
             state = future.state
             if features is not None and state.generated_len() == 0:
                 row = self.speculation.row(state.request_id, state)
-                row.features.append(features[:, end - future.query_length : end])
+                part = features[:, end - future.query_length : end]
+                # A view would keep the features of all other requests alive.
+                row.features.append(part if part.shape == features.shape else part.clone())
 
     def _warp(self, states: Sequence[RequestState], logits: Tensor) -> Tensor:
         """Apply the engine's processors to ``logits`` (rows, ..., vocabulary), with each request's own settings."""
@@ -414,7 +444,7 @@ class _Processor(ContinuousBatchProcessor):
         """Draft for the requests that continue; return whether there are draft tokens."""
         active = self.scheduler.active_requests
         continuing = [one.row for one in self._scored if active.get(one.row.name) is one.row.request]
-        drafts = self.speculation.propose(continuing, [_remaining(row.request) for row in continuing], self._warp)
+        drafts = self.speculation.propose(continuing, [self._remaining(row.request) for row in continuing], self._warp)
         for row in continuing if drafts else ():
             if row.proposal is not None:
                 row.request.tokens_to_process = list(row.proposal.tokens)
@@ -466,11 +496,6 @@ def _length(part: slice) -> int:
 
 def _window(allocator: Any) -> int | None:
     return allocator.window if isinstance(allocator, _Ring) else None
-
-
-def _remaining(state: RequestState) -> int:
-    """Return how many draft tokens may be emitted: the length limit leaves space for one more token after them."""
-    return max(0, state._new_tokens_limit - state.generated_len() - 1)
 
 
 def _at(features: Tensor | None, places: range, path: Sequence[int]) -> Tensor | None:

@@ -13,12 +13,12 @@ from typing import Any
 from transformers.utils import logging
 
 from ..checkpoints.resolve import as_speculator
-from ..decode.options import configured
+from ..decode.options import configured, option
 from ..decode.refusals import Refusal
 from ..defaults import default_speculator
 from ..drafts.base import Speculator
 from ..settings import SpeculationConfig, check_settings
-from .engine import SpeculativeManager
+from .engine import PlainManager, SpeculativeManager
 from .prompts import check_prompts
 from .refusals import refuse_dropped, refuse_plain
 from .start import forget_manager, kept_manager, make_manager, note_engine
@@ -128,7 +128,7 @@ def with_speculator(plain: Any) -> Any:
             falls_back = asked.speculator is None and not asked.has_settings
             try:
                 if not falls_back:
-                    refuse_dropped(generation_config or self.generation_config)
+                    refuse_dropped(generation_config or self.generation_config, workload_hints)
                 manager = make_manager(plain, self, found, config, *given)
             except Refusal as refusal:
                 if not falls_back:
@@ -138,7 +138,7 @@ def with_speculator(plain: Any) -> Any:
             if isinstance(kept_manager(self), SpeculativeManager):
                 forget_manager(self)
             refuse_plain(self)
-            manager = plain(self, *given)
+            manager = PlainManager.of(plain(self, *given))
         note_engine(self, manager)
         return manager
 
@@ -186,6 +186,8 @@ def _resolve(
     if config is None:
         given = {} if generation_config is None else {"generation_config": generation_config}
         config = configured(model, given)
+        if number is None:
+            number = option(model, given, "num_speculative_tokens")
     return found, config if number is None else found.settings(config, num_speculative_tokens=number)
 
 

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import copy
+import sys
 from typing import Any
 
 from transformers import ContinuousBatchingConfig, GenerationConfig, LogitsProcessorList
 from transformers.generation.continuous_batching.cache import group_layers_by_attn_type
+from transformers.generation.continuous_batching.utils import WorkloadHints
 from transformers.utils import logging
 from transformers.utils.generic import is_flash_attention_requested
 
-from ..decode.refusals import Refusal, refuse_draft
+from ..decode.refusals import OTHER_WAYS, Refusal, refuse_draft, refuse_growing_rope
 from ..drafts.base import Speculator
 from ..invariance.mode import is_invariant
 from ..scoring.plain import input_device
 from ..settings import SpeculationConfig
 from ..verify.processors import STATELESS
 from ..versions import CONTINUOUS_BATCHING, older_than
+from .sizes import longest_of
 
 GENERATE = "generate(..., speculator=...)"
 PADDED = f"pass the prompts, padded on the left, to {GENERATE}"
@@ -43,9 +46,16 @@ logger = logging.get_logger(__name__)
 
 
 def refuse_batch(
-    model: Any, generation_config: GenerationConfig, config: SpeculationConfig, speculator: Speculator | None
+    model: Any,
+    generation_config: GenerationConfig,
+    config: SpeculationConfig,
+    speculator: Speculator | None,
+    hints: WorkloadHints | None = None,
 ) -> None:
-    """Raise a Refusal if this model, these options or this draft cannot be batched continuously."""
+    """Raise a Refusal if this model, these options or this draft cannot be batched continuously.
+
+    ``hints`` may hold the length of the longest request.
+    """
     if speculator is not None and speculator.shares_target_cache:
         raise _refusal(
             f"{type(speculator).__name__} drafts over the target's own cache, and the engine's is paged",
@@ -59,6 +69,7 @@ def refuse_batch(
         raise _refusal("row_seeds: all requests draw from one generator", f"use {GENERATE}")
     if (reason := why_not_batched(model)) is not None:
         raise _refusal(reason, PADDED)
+    _refuse_growing_rope(model, hints)
     implementation = model.config.get_text_config(decoder=True)._attn_implementation
     if config.tree is not None and is_flash_attention_requested(requested_attention_implementation=implementation):
         raise _refusal(
@@ -75,6 +86,17 @@ def refuse_batch(
             )
 
 
+def _refuse_growing_rope(model: Any, hints: WorkloadHints | None) -> None:
+    longest = longest_of(hints) or sys.maxsize
+    try:
+        refuse_growing_rope(model, {}, 0, longest)  # 0: nobody knows how short the shortest prompt is
+    except Refusal as refusal:
+        raise _refusal(
+            "the longest text of a batch decides the rotary frequencies of all (rope_type 'dynamic' and 'longrope')",
+            f"pass prompts to generate_batch that stay below the length at which these change, or {PADDED}",
+        ) from refusal
+
+
 def processors_of(model: Any, generation_config: GenerationConfig) -> LogitsProcessorList:
     """Return the processors that plain ``generate`` makes of the options; some need special tokens as tensors."""
     prepared = copy.deepcopy(generation_config)
@@ -83,14 +105,24 @@ def processors_of(model: Any, generation_config: GenerationConfig) -> LogitsProc
     return processors
 
 
-def refuse_dropped(generation_config: GenerationConfig) -> None:
-    """Raise a Refusal for options that the engine ignores, with a speculator or without."""
+def refuse_dropped(generation_config: GenerationConfig, hints: WorkloadHints | None = None) -> None:
+    """Raise a Refusal for options that the engine ignores, with a speculator or without.
+
+    ``hints`` are those of ``generate_batch``. Requests of a manager may have lengths of their own.
+    """
     for name in ("stop_strings", "max_time"):
         if getattr(generation_config, name, None):
             raise _refusal(
                 f"{name}: the engine ends requests at end-of-sequence tokens and lengths alone",
                 f"unset it, or use {GENERATE}",
             )
+    for name in OTHER_WAYS:
+        if getattr(generation_config, name, None):
+            raise _refusal(f"{name} is another way of decoding, which the engine does not know", "unset it")
+    if generation_config.use_cache is False:
+        raise _refusal("use_cache=False: the engine decodes over a cache in any case", "leave use_cache at True")
+    if hints is not None and not hints.max_generated_length and generation_config.max_length is not None:
+        raise _refusal(f"max_length={generation_config.max_length}: the engine ignores it", "set max_new_tokens")
 
 
 def why_not_batched(model: Any) -> str | None:

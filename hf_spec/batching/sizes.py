@@ -6,10 +6,12 @@ transformers' own default allocates most of the machine's memory, whatever other
 from __future__ import annotations
 
 import bisect
+import contextlib
 import copy
 import math
 from typing import Any
 
+import torch
 from transformers import ContinuousBatchingConfig
 from transformers.generation.continuous_batching.cache import group_layers_by_attn_type
 from transformers.generation.continuous_batching.utils import WorkloadHints
@@ -17,6 +19,7 @@ from transformers.utils import logging
 from transformers.utils.generic import is_flash_attention_requested
 from transformers.utils.import_utils import is_psutil_available
 
+from ..parallel import ModelParallelGroup
 from ..scoring.plain import input_device
 from ..versions import find_head_dim, find_num_key_value_heads, get_device_and_memory_breakdown
 
@@ -54,20 +57,29 @@ def sized(
     if config.max_batch_tokens is None:
         config.max_batch_tokens = _tokens_per_forward(on_cpu, rows, longest)
     if config.num_blocks is None and config.max_memory_percent is None:
-        _choose_blocks(model, config, longest, rows or AT_ONCE, is_known(hints))
+        _choose_blocks(model, config, longest, rows or AT_ONCE, longest_of(hints) is not None)
     return config
 
 
-def is_known(hints: WorkloadHints | None) -> bool:
-    """Tell whether ``hints`` hold the largest length of a request."""
-    return hints is not None and hints.max_prompt_length > 0 and hints.max_generated_length > 0
+def longest_of(hints: WorkloadHints | None) -> int | None:
+    """Return the tokens of the longest request, with its text, if ``hints`` hold them."""
+    if hints is None or hints.max_prompt_length <= 0 or hints.max_generated_length <= 0:
+        return None
+    return int(hints.max_prompt_length + hints.max_generated_length)
 
 
-def has_space(kept: ContinuousBatchingConfig, wanted: ContinuousBatchingConfig, hints: WorkloadHints | None) -> bool:
-    """Tell whether an engine of size ``kept`` holds any single request, and half of the ``wanted`` tokens at once."""
-    tokens = (kept.num_blocks or 0) * kept.page_size
-    longest = hints.max_prompt_length + hints.max_generated_length if hints is not None and is_known(hints) else 0
-    return tokens >= longest and 2 * tokens >= (wanted.num_blocks or 0) * wanted.page_size
+def holds_longest(kept: ContinuousBatchingConfig, hints: WorkloadHints | None) -> bool:
+    """Tell whether an engine of size ``kept`` has space for the longest request, as far as ``hints`` say."""
+    return _tokens(kept) >= (longest_of(hints) or 0)
+
+
+def holds_half(kept: ContinuousBatchingConfig, wanted: ContinuousBatchingConfig) -> bool:
+    """Tell whether an engine of size ``kept`` has space for half of the ``wanted`` tokens at once."""
+    return 2 * _tokens(kept) >= _tokens(wanted)
+
+
+def _tokens(config: ContinuousBatchingConfig) -> int:
+    return (config.num_blocks or 0) * config.page_size
 
 
 def longest_text(cache: Any) -> int:
@@ -86,8 +98,8 @@ def longest_text(cache: Any) -> int:
 
 def _longest(model: Any, hints: WorkloadHints | None) -> float:
     """Return the tokens of the longest request, from ``hints`` or else the model's positions."""
-    if hints is not None and is_known(hints):
-        return hints.max_prompt_length + hints.max_generated_length
+    if (known := longest_of(hints)) is not None:
+        return known
     return getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None) or math.inf
 
 
@@ -105,7 +117,9 @@ def _choose_blocks(model: Any, config: ContinuousBatchingConfig, longest: float,
     each = math.inf if math.isinf(longest) else math.ceil((longest + DRAFT_TOKENS) / config.page_size)
     needed = rows * each / (1 - margin) + spare
     bytes_per_block = config.page_size * _bytes_per_token(model, config.max_batch_tokens or 0)
-    most: float = max(1, _most_bytes(model) // bytes_per_block)
+    # Processes that share a model have different free memory, and must schedule the same requests.
+    bound = ModelParallelGroup(model).broadcast(_most_bytes(model))
+    most: float = max(1, bound // bytes_per_block)
     if known:  # one request has to fit
         most = max(most, each + spare)
     config.num_blocks = math.ceil(min(needed, most))
@@ -138,11 +152,21 @@ def _bytes_per_token(model: Any, tokens_per_forward: int) -> int:
 
 def _most_bytes(model: Any) -> int:
     """Return the largest default size of a cache, in bytes."""
-    if input_device(model).type != "cpu":
-        _, total, reserved, allocated = get_device_and_memory_breakdown()
+    device = input_device(model)
+    if device.type != "cpu":
+        with _current(device):
+            _, total, reserved, allocated = get_device_and_memory_breakdown()
         return int(SHARE * (total - max(reserved, allocated)))
     if not is_psutil_available():
         return MOST_ON_CPU
     import psutil  # type: ignore[import-untyped]
 
     return min(MOST_ON_CPU, int(SHARE_ON_CPU * psutil.virtual_memory().available))
+
+
+def _current(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Make ``device`` the current one, whose memory transformers asks for."""
+    if device.type not in ("cuda", "xpu"):  # there is one device of the other kinds
+        return contextlib.nullcontext()
+    current: contextlib.AbstractContextManager[Any] = torch.get_device_module(device).device(device)
+    return current

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import functools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +23,7 @@ from ..policy.base import MAX_LENGTH, StepObservation
 from ..policy.fixed import unbounded
 from ..proposal import Proposal, tree_from_paths
 from ..scoring.features import Features
+from ..scoring.plain import position_limit
 from ..settings import SpeculationConfig
 from ..verify.verifier import StepResult, Verifier, WarpedScores
 from .drafting import Drafters, RequestProposal, Row, join_proposals
@@ -103,6 +105,7 @@ class Speculation:
     """Drafting, verification and statistics for the requests of one engine, one step for all in its batch.
 
     ``counts`` sums over all requests, also finished ones. ``config`` follows from what the user ``asked`` for.
+    ``positions`` is the size of the target's position table, if it has one.
     ``sample`` tells whether the engine samples its tokens, and ``is_seeded`` whether it does so from a set seed.
     """
 
@@ -117,6 +120,7 @@ class Speculation:
     ) -> None:
         self.asked, self.is_seeded = asked, is_seeded
         self.model, self.speculator, self.sample = model, speculator, sample
+        self.positions = position_limit(model)
         self._ranks = ModelParallelGroup(model)
         situation = Situation(model, speculator, sample, 1, prompt_length=1, way=("requests",), has_seed=is_seeded)
         self.config, self.policy = draft_length_policy(config, asked, situation, self._ranks)
@@ -131,11 +135,8 @@ class Speculation:
         # Of the last drafting: the number of rows, its start in seconds, and whether a drafter had a backlog.
         self._last_plan: tuple[int, float, bool] | None = None
         self._kept: list[Any] = []  # the requests that ``keep`` was last told of
-
-    @property
-    def is_alone(self) -> bool:
-        """Tell whether no other process computes a part of the model."""
-        return self._ranks.is_alone
+        self._aside: dict[str, SpeculationStats] = {}  # of requests that wait until they restart
+        self._ended: collections.deque[list[int]] = collections.deque()  # texts to learn
 
     @property
     def max_draft_tokens(self) -> int:
@@ -151,7 +152,8 @@ class Speculation:
         """Return the state of a request; a restarted one keeps only its statistics."""
         row = self._rows.get(name)
         if row is None or row.request is not request:
-            row = Row(name, request, SpeculationStats(1) if row is None else row.stats)
+            own = self._aside.pop(name, None) or SpeculationStats(1)
+            row = Row(name, request, own if row is None else row.stats)
             self._rows[name] = row
         return row
 
@@ -160,14 +162,26 @@ class Speculation:
         if name not in self._rows and parent in self._rows:
             self.row(name, request).features = list(self._rows[parent].features)
 
-    def keep(self, requests: dict[str, Any]) -> None:
-        """Drop the state of all requests but these, by name."""
+    def keep(self, requests: dict[str, Any], waiting: Collection[str] = ()) -> None:
+        """Drop the state of all requests but these, by name; of those that wait to restart, keep the statistics."""
         if are_same(kept := list(requests.values()), self._kept):
             return
         self._end_run()
         self._kept = kept
+        stats = self._aside | {name: row.stats for name, row in self._rows.items()}
         self._rows = {name: row for name, row in self._rows.items() if requests.get(name) is row.request}
+        restart = {*requests, *waiting} - self._rows.keys()
+        self._aside = {name: own for name, own in stats.items() if name in restart}
         self._drafters.keep(set(self._rows.values()))
+
+    def learn_later(self, text: list[int]) -> None:
+        """Let the engine's thread learn the whole text of a request that is cancelled; from any thread."""
+        self._ended.append(text)
+
+    def learn_ended(self) -> None:
+        """Learn the texts that ``learn_later`` was told of."""
+        while self._ended:
+            self.speculator.learn([self._ended.popleft()])
 
     @property
     def draft_slots(self) -> int:

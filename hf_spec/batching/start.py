@@ -16,11 +16,15 @@ from ..decode.refusals import Refusal, refusing
 from ..drafts.base import Speculator
 from ..invariance.mode import invariance_of, renew_invariance, with_other_attention
 from ..sampling import is_seeded
+from ..scoring.adapters import active_adapters
 from ..settings import SpeculationConfig
 from .engine import SpeculativeManager
 from .refusals import refuse_batch, switch_off
-from .sizes import has_space, sized
+from .sizes import AT_ONCE, holds_half, holds_longest, sized
 from .speculation import Speculation
+
+# Fields of a ContinuousBatchingConfig that say how large an engine is.
+SIZES = ("page_size", "num_blocks", "max_batch_tokens", "max_memory_percent", "max_requests_per_batch", "block_size")
 
 _engines: WeakKeyDictionary[PreTrainedModel, WeakSet[ContinuousBatchingManager]] = WeakKeyDictionary()
 
@@ -46,16 +50,19 @@ def make_manager(
     if config is None and found.tree is not None:  # the draft's own default, which a chain can replace
         found = speculator.settings(found, tree=None)
     with refusing():
-        refuse_batch(model, settings, found, speculator)
+        refuse_batch(model, settings, found, speculator, workload_hints)
         speculator.check(model, found)
     given = sized(model, batching_config, workload_hints)
+    # transformers would take the number of this call's requests, and a later call of a kept engine may have more.
+    given.max_requests_per_batch = given.max_requests_per_batch or AT_ONCE
     if found.tree is not None:  # transformers would switch to flash attention, which takes no tree mask
         given.auto_switch_to_flash = False
     is_default_size = batching_config is None or batching_config.num_blocks is None
     seeded = bool(settings.do_sample) and (given.seed is not None or is_seeded(model.device))
     kept = kept_manager(model)
     if kept is not None and not (
-        _decodes_alike(kept, speculator, config, settings, seeded)
+        _decodes_alike(kept, speculator, config, _made_for(model, settings, batching_config), seeded)
+        and not (settings.do_sample and given.seed is not None)  # its text follows from the seed alone
         and _is_large_enough(kept, given, is_default_size, workload_hints)
     ):
         forget_manager(model)
@@ -71,7 +78,9 @@ def make_manager(
         return manager
     speculation = Speculation(model, speculator, found, config, bool(settings.do_sample), seeded)
     switch_off(manager.continuous_batching_config, batching_config, reads_features=bool(speculation.features.layers))
-    return SpeculativeManager.take_over(manager, speculation, settings, is_default_size)
+    # Only now: transformers may have written an end token into the settings.
+    made_for = _made_for(model, settings, batching_config)
+    return SpeculativeManager.take_over(manager, speculation, made_for, is_default_size)
 
 
 def kept_manager(model: Any) -> ContinuousBatchingManager | None:
@@ -80,18 +89,25 @@ def kept_manager(model: Any) -> ContinuousBatchingManager | None:
     return kept
 
 
+def _made_for(model: Any, settings: GenerationConfig, batching_config: ContinuousBatchingConfig | None) -> Any:
+    """Return what a manager is made for: both configs, without sizes, and the adapters of the model."""
+    engine = vars(batching_config or ContinuousBatchingConfig())
+    asked = {name: value for name, value in engine.items() if name not in SIZES}
+    return settings.to_dict(), asked, active_adapters(model)
+
+
 def _decodes_alike(
     manager: ContinuousBatchingManager,
     speculator: Speculator,
     config: SpeculationConfig | None,
-    settings: GenerationConfig,
+    made_for: Any,
     seeded: bool,
 ) -> bool:
-    """Tell whether ``manager`` decodes by the same ``settings`` and drafts with the same weights, history and options.
+    """Tell whether ``manager`` was made for the same and drafts with the same weights, history and options.
 
     Each call makes a new speculator, so those of two calls are compared by what they hold.
     """
-    if not isinstance(manager, SpeculativeManager) or manager.made_for != settings.to_dict():
+    if not isinstance(manager, SpeculativeManager) or manager.made_for != made_for:
         return False
     if manager.invariance is not invariance_of(manager.model) or manager.speculation.is_seeded != seeded:
         return False
@@ -110,9 +126,10 @@ def _is_large_enough(
 
     ``is_default_size``: this call did not set the ``wanted`` size.
     """
-    if manager.is_running() or (is_default_size and not manager.is_default_size):
-        return True
-    return has_space(manager.continuous_batching_config, wanted, hints)
+    kept = manager.continuous_batching_config
+    if not holds_longest(kept, hints):  # a request without space would end the engine, and all others with it
+        return False
+    return manager.is_running() or (is_default_size and not manager.is_default_size) or holds_half(kept, wanted)
 
 
 def forget_manager(model: Any) -> None:
@@ -123,8 +140,8 @@ def forget_manager(model: Any) -> None:
     kept = kept_manager(model)
     if kept is not None and kept.is_running():
         raise ValueError(
-            "the model keeps a running manager of continuous batching with another speculator or other settings; stop "
-            "it first: model.destroy_cached_continuous_batching_manager()"
+            "the model keeps a running manager of continuous batching with another speculator, other settings or too "
+            "little space; stop it first: model.destroy_cached_continuous_batching_manager()"
         )
     model.destroy_cached_continuous_batching_manager()
 

@@ -78,7 +78,7 @@ def refuse_call(
         if not model.config.is_encoder_decoder:  # whose mask is the source's
             prompt = _length_of_prompt(generation_config, model_kwargs, prompt)
         longest = prompt + sequences.stops.max_length - sequences.prompt_length
-        _refuse_growing_rope(model, model_kwargs, prompt, longest)
+        refuse_growing_rope(model, model_kwargs, prompt, longest)
         _refuse_short_cache(cache_among(model_kwargs), longest - 1)
 
 
@@ -258,9 +258,10 @@ def _length_of_prompt(generation_config: GenerationConfig, model_kwargs: dict[st
     return int(getattr(generation_config, "_mask_length", ids) if mask is None else mask.shape[1])
 
 
-def _refuse_growing_rope(
+def refuse_growing_rope(
     model: PreTrainedModel, model_kwargs: dict[str, Any], prompt_length: int, max_length: int
 ) -> None:
+    """Raise a ``Refusal`` if rotary frequencies change at a length between ``prompt_length`` and ``max_length``."""
     # Cached keys keep the old rotary frequencies, and new keys would get others.
     config, mask = model.config.get_text_config(decoder=True), model_kwargs.get(text_arguments(model).mask)
     ropes = getattr(config, "rope_parameters", None) or {}

@@ -213,6 +213,8 @@ class _Text:
             elif output.error is None:
                 self.manager.meter.plain.inc()
             if not done:
+                if (speculation := getattr(self.engine, "speculation", None)) is not None:
+                    speculation.learn_later([*self.prompt, *output.generated_tokens])
                 self._drop()
         pass_on(output, self.ended)
 

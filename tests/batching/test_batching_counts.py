@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from architectures import build
 from batches import batching, flawed, greedy, plain_texts, prompts_of, serve
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -135,6 +136,57 @@ def test_no_more_is_drafted_than_can_become_text(tree: Any) -> None:
         output = found[str(length)]
         assert output.generated_tokens == texts[0][:length]
         assert len(output.speculation.counts.proposed_at) <= max(0, length - 2)
+
+
+def test_no_draft_token_lies_outside_the_positions_of_the_target() -> None:
+    """A text may end before them, however many tokens it may have."""
+    model = build("gpt2", n_positions=40)
+    prompt = [*range(10, 44)]
+    (text,) = plain_texts(model, [prompt], greedy(eos_token_id=None, max_new_tokens=6))
+    end = max(text.index(token) for token in text)
+    speculator = NgramSpeculator(corpus=[[*prompt, *text, *range(50, 70)]])
+    (output,) = model.generate_batch(
+        [prompt],
+        greedy(eos_token_id=text[end], max_new_tokens=60),
+        batching(1, max_batch_tokens=128),
+        warmup=False,
+        speculator=speculator,
+        speculation_config=SpeculationConfig(num_speculative_tokens=16),
+    ).values()
+    assert output.error is None and output.generated_tokens == text[: end + 1]
+    assert output.speculation.proposed
+
+
+def test_a_request_that_restarts_keeps_its_statistics() -> None:
+    prompts = [[*range(10, 10 + length)] for length in (9, 13, 11, 7)]
+    texts = plain_texts(target(), prompts, greedy(eos_token_id=None))
+    outputs = target().generate_batch(
+        prompts,
+        greedy(eos_token_id=-1),
+        batching(4, page_size=4, num_blocks=16, max_batch_tokens=64),
+        warmup=False,
+        speculator=flawed(texts, 99),
+        speculation_config=CHAIN,
+    )
+    assert [output.generated_tokens for output in outputs.values()] == texts
+    stats = SpeculationStats.merge([output.speculation for output in outputs.values()])
+    assert [row.tokens for row in stats.per_row] == texts
+
+
+def test_features_of_a_prompt_keep_no_others_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[tuple[int, int]] = []
+    store = _Processor._store_prompt_features
+
+    def stored(self: _Processor, features: Tensor | None) -> None:
+        store(self, features)
+        rows = self.speculation._rows.values()
+        sizes.extend((part.untyped_storage().nbytes(), part.nbytes) for row in rows for part in row.features)
+
+    monkeypatch.setattr(_Processor, "_store_prompt_features", stored)
+    given = batching(2, page_size=4, max_batch_tokens=128)
+    options: Any = {"warmup": False, "speculator": Reading(), "speculation_config": CHAIN}
+    target().generate_batch([[*range(10, 42)], [*range(10, 20)]], greedy(), given, **options)
+    assert sizes and all(kept == own for kept, own in sizes)
 
 
 def test_steps_that_read_prompts_do_not_say_how_long_steps_take(monkeypatch: pytest.MonkeyPatch) -> None:

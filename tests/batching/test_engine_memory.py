@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import weakref
@@ -10,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+import torch
 from architectures import build
 from batches import batching, greedy, plain_texts, prompts_of
 from servers import BATCHES, serving
@@ -18,6 +20,7 @@ from torch import Tensor
 from transformers import ContinuousBatchingConfig, PreTrainedModel
 from transformers.generation.continuous_batching import continuous_api
 from transformers.generation.continuous_batching.cache import PagedAttentionCache
+from transformers.generation.continuous_batching.utils import WorkloadHints
 from twins import CHAIN, draft, target
 
 from hf_spec import AcceptedTokens, DraftContext, Drafter, Proposal, Speculator, generate_many
@@ -286,10 +289,60 @@ def test_a_kept_engine_of_a_chosen_size_is_kept(looked: Looked) -> None:
     kept = model._cached_continuous_batching_manager
     assert batch(model, PROMPTS * 5, **given) == plain(model, PROMPTS) * 5
     assert model._cached_continuous_batching_manager is kept
+    assert looked.at_once > 1, "the first call had one prompt"
     batch(model, PROMPTS[:1], ContinuousBatchingConfig(num_blocks=90, page_size=16), **given)
     assert model._cached_continuous_batching_manager is not kept
     assert looked.caches[-1].num_blocks == 90
     model.destroy_cached_continuous_batching_manager()
+
+
+def test_a_kept_engine_of_a_chosen_size_that_is_too_small_makes_way(looked: Looked) -> None:
+    model = copy.copy(target())
+    given: dict[str, Any] = {"persistent_manager": True}
+    batch(model, PROMPTS[:1], ContinuousBatchingConfig(num_blocks=12, page_size=16), **given)
+    (text,) = plain_texts(model, PROMPTS[:1], greedy(eos_token_id=None, max_new_tokens=250))
+    assert batch(model, PROMPTS[:1], **given, max_new_tokens=250) == [text]
+    assert len(looked.caches) > 1
+    model.destroy_cached_continuous_batching_manager()
+
+
+def test_the_memory_is_that_of_the_models_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers asks the current device, which may be another one."""
+    current = [torch.device("cuda:0")]
+
+    @contextlib.contextmanager
+    def inside(device: torch.device) -> Iterator[None]:
+        current.append(device)
+        yield
+        current.pop()
+
+    def breakdown() -> tuple[torch.device, int, int, int]:
+        return current[-1], 100 + 800 * (current[-1].index or 0), 0, 0
+
+    monkeypatch.setattr(sizes, "input_device", lambda model: torch.device("cuda:1"))
+    monkeypatch.setattr(torch.cuda, "device", inside)
+    monkeypatch.setattr(sizes, "get_device_and_memory_breakdown", breakdown)
+    assert sizes._most_bytes(target()) == sizes.SHARE * 900
+    assert len(current) == 1
+
+
+def test_processes_that_share_a_model_make_caches_of_one_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Group:
+        is_alone = False
+
+        def __init__(self, model: Any) -> None:
+            pass
+
+        def broadcast(self, value: int) -> int:
+            return 2**20
+
+    monkeypatch.setattr(sizes, "ModelParallelGroup", Group)
+    found = []
+    for own in (2**20, 2**23):
+        monkeypatch.setattr(sizes, "MOST_ON_CPU", own)
+        config = sizes.sized(target(), None, WorkloadHints(60, 20, 30))
+        found.append((config.num_blocks, config.max_requests_per_batch))
+    assert found[0] == found[1]
 
 
 def test_a_server_says_how_large_its_cache_may_be(

@@ -328,6 +328,78 @@ def test_a_manager_that_is_kept(model: PreTrainedModel) -> None:
     model.destroy_cached_continuous_batching_manager()
 
 
+def kept_run(model: PreTrainedModel, options: GenerationConfig, **engine: Any) -> tuple[list[Any], Any]:
+    """Answer two prompts by an engine that is kept; return the answers and the engine."""
+    given: dict[str, Any] = {"warmup": False, "persistent_manager": True, "speculator": "ngram"}
+    outputs = model.generate_batch(KEPT_PROMPTS, options, batching(4, page_size=4, **engine), **given)
+    return [*outputs.values()], model._cached_continuous_batching_manager
+
+
+KEPT_PROMPTS = [[*range(10, 40)], [*range(10, 40), 41]]
+
+
+def test_a_kept_manager_follows_the_adapters(model: PreTrainedModel) -> None:
+    """Blocks of keys that other adapters or weights gave are not shared with later requests."""
+    peft = pytest.importorskip("peft")
+    lora = peft.LoraConfig(r=4, init_lora_weights=False, target_modules=["q_proj", "v_proj"])
+    adapted = peft.get_peft_model(model, lora).base_model
+    plain, managers = [], []
+    for switch in (adapted.enable_adapter_layers, adapted.disable_adapter_layers):
+        switch()
+        plain.append(plain_texts(model, KEPT_PROMPTS, greedy()))
+        outputs, manager = kept_run(model, greedy())
+        assert [output.generated_tokens for output in outputs] == plain[-1]
+        managers.append(manager)
+    assert plain[0] != plain[1] and managers[0] is not managers[1]
+    model.destroy_cached_continuous_batching_manager()
+
+
+def test_a_kept_manager_follows_the_weights(model: PreTrainedModel) -> None:
+    plain = []
+    for _ in range(2):
+        plain.append(plain_texts(model, KEPT_PROMPTS, greedy()))
+        outputs, _ = kept_run(model, greedy())
+        assert [output.generated_tokens for output in outputs] == plain[-1]
+        with torch.no_grad():
+            for layer in model.model.layers:
+                layer.self_attn.k_proj.weight.data.mul_(-1)
+    assert plain[0] != plain[1]
+    model.destroy_cached_continuous_batching_manager()
+
+
+def test_a_kept_manager_is_asked_for_no_other_options(model: PreTrainedModel) -> None:
+    outputs, first = kept_run(model, greedy())
+    assert not any(output.logprobs for output in outputs)
+    assert kept_run(model, greedy())[1] is first
+    outputs, other = kept_run(model, greedy(), return_logprobs=True)
+    assert other is not first and all(output.logprobs for output in outputs)
+    model.destroy_cached_continuous_batching_manager()
+
+
+def test_a_kept_manager_draws_from_the_seed_of_each_call(model: PreTrainedModel) -> None:
+    options = greedy(do_sample=True, temperature=5.0, top_k=90, eos_token_id=-1)
+    found = []
+    for seed in (3, 3, 4):
+        outputs, _ = kept_run(model, options, seed=seed)
+        found.append([output.generated_tokens for output in outputs])
+    assert found[0] == found[1] != found[2]
+    model.destroy_cached_continuous_batching_manager()
+    torch.seed()
+
+
+@pytest.mark.parametrize("speculator", [None, False, "refused"])
+def test_plain_requests_leave_no_seed(speculator: Any, model: PreTrainedModel) -> None:
+    """transformers' engine seeds torch, and later calls would take that for the user's seed."""
+    options = greedy(do_sample=True)
+    if speculator == "refused":
+        hf_spec.set_speculator(model, "ngram")
+        options, speculator = greedy(do_sample=True, repetition_penalty=1.5), None
+    torch.seed()
+    outputs = model.generate_batch(PROMPT_LIST[:2], options, batching(2), warmup=False, speculator=speculator)
+    assert not any(isinstance(output, RequestOutput) for output in outputs.values())
+    assert not is_seeded(model.device)
+
+
 @pytest.mark.parametrize("seed", [None, "torch's", "the engine's"])
 def test_draft_lengths_follow_no_clock_where_a_seed_was_set(seed: str | None, model: PreTrainedModel) -> None:
     """transformers' engine seeds torch in any case. That is no seed of the user's, for later calls either."""
@@ -343,10 +415,13 @@ def test_draft_lengths_follow_no_clock_where_a_seed_was_set(seed: str | None, mo
         managers.append(model._cached_continuous_batching_manager)
         assert ("because a seed was set" in str(managers[-1].speculation.policy)) is (seed is not None)
         assert is_seeded(model.device) is (seed is not None)
-    assert managers[0] is managers[1]
-    torch.manual_seed(4)
-    model.generate_batch(PROMPT_LIST[:2], sampled, engine, **options)
-    assert (model._cached_continuous_batching_manager is managers[0]) is (seed is not None)
+    if seed == "the engine's":  # whose text follows from the seed alone
+        assert managers[0] is not managers[1]
+    else:
+        assert managers[0] is managers[1]
+        torch.manual_seed(4)
+        model.generate_batch(PROMPT_LIST[:2], sampled, engine, **options)
+        assert (model._cached_continuous_batching_manager is managers[0]) is (seed is not None)
     model.destroy_cached_continuous_batching_manager()
     torch.seed()
 
@@ -392,6 +467,11 @@ REFUSED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "stop strings": ("stop_strings", {"stop_strings": ["a"]}, {}),
     "time": ("max_time", {"max_time": 3.0}, {}),
     "beams": ("num_beams=2", {"num_beams": 2}, {}),
+    "layers": ("dola_layers is another way", {"dola_layers": "low"}, {}),
+    "contrast": ("penalty_alpha is another way", {"penalty_alpha": 0.6}, {}),
+    "lookup": ("prompt_lookup_num_tokens is another way", {"prompt_lookup_num_tokens": 3}, {}),
+    "no cache": ("use_cache=False", {"use_cache": False}, {}),
+    "length": ("max_length=40.*set max_new_tokens", {"max_length": 40, "max_new_tokens": None}, {}),
     "flash": ("flash_attention_2 takes no mask", {}, {"speculation_config": TREE}),
     "draft": ("vocabulary", {}, {"speculator": build("llama", vocab_size=40, num_hidden_layers=1)}),
 }
@@ -407,6 +487,56 @@ def test_what_is_refused(case: str, model: PreTrainedModel) -> None:
     with pytest.raises(ValueError, match=cause):
         model.generate_batch(PROMPT_LIST, greedy(**options), batching(4), **{"speculator": "ngram"} | speculation)
     assert model.config._attn_implementation == attention
+
+
+def test_a_length_that_the_call_sets_is_enough(model: PreTrainedModel) -> None:
+    options = greedy(max_length=40, max_new_tokens=None)
+    (output,) = model.generate_batch(
+        PROMPT_LIST[:1], options, batching(1), warmup=False, speculator="ngram", max_new_tokens=5
+    ).values()
+    assert [output.generated_tokens] == plain_texts(model, PROMPT_LIST[:1], greedy(max_new_tokens=5))
+
+
+def test_a_generation_config_sets_the_draft_length(model: PreTrainedModel) -> None:
+    """As in ``generate``."""
+
+    def length(options: GenerationConfig, **given: Any) -> Any:
+        manager = model.init_continuous_batching(options, batching(1), speculator="ngram", **given)
+        return manager.speculation.config.num_speculative_tokens
+
+    assert length(greedy(num_speculative_tokens=2)) == 2
+    assert length(greedy(num_speculative_tokens=2), num_speculative_tokens=3) == 3
+    assert length(greedy(num_speculative_tokens=2), speculation_config=CHAIN) == CHAIN.num_speculative_tokens
+    model.generation_config.num_speculative_tokens = 4
+    assert length(greedy()) == 4
+
+
+ROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "factor": 4.0,
+    "original_max_position_embeddings": 40,
+    "short_factor": [1.0] * 4,
+    "long_factor": [4.0, 8.0, 2.0, 3.0],
+}
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_rotary_frequencies_that_all_requests_would_share(kind: str, warned: list[str]) -> None:
+    """They are decided by the longest text of a forward."""
+    logging.warning_once.cache_clear()
+    model = build("llama", rope_parameters=ROPE | {"rope_type": kind}, max_position_embeddings=40)
+    prompts = [PROMPT_LIST[0], [*range(10, 23)]]
+    options = {"warmup": False, "speculator": "ngram"}
+    outputs = model.generate_batch(prompts, greedy(), batching(2), **options)
+    assert [output.generated_tokens for output in outputs.values()] == plain_texts(model, prompts, greedy())
+    with pytest.raises(ValueError, match="the longest text of a batch decides"):
+        model.generate_batch([*prompts, [*range(10, 31)]], greedy(), batching(2), **options)
+    with pytest.raises(ValueError, match="the longest text of a batch decides"):
+        model.init_continuous_batching(greedy(), batching(2), speculator="ngram")
+    hf_spec.set_speculator(model, "ngram")
+    assert not isinstance(model.init_continuous_batching(greedy(), batching(2)), SpeculativeManager)
+    assert len(warned) == 1
 
 
 @pytest.mark.parametrize("name", ["mamba", "qwen3_next", "t5", "deepseek_v3", "gemma4_text", "nemotron"])

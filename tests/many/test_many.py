@@ -305,6 +305,8 @@ def test_the_engine_samples_from_the_targets_distribution() -> None:
         ({"logits_processor": LogitsProcessorList([Shifting()])}, "it takes no logits_processor"),
         ({"prefix_allowed_tokens_fn": lambda row, ids: [5]}, "it takes no prefix_allowed_tokens_fn"),
         ({"num_beams": 2}, "num_beams=2"),
+        ({"dola_layers": "low"}, "dola_layers is another way"),
+        ({"use_cache": False}, "use_cache=False"),
         ({"cache_implementation": "static"}, "no cache_implementation"),
     ],
 )
@@ -316,6 +318,15 @@ def test_what_the_engine_would_drop_is_decoded_in_batches(given: dict[str, Any],
         assert str(told.value).endswith(". Leave engine at 'auto', which decodes them in batches")
         assert ".." not in str(told.value) and "generate(" not in str(told.value) and "unset" not in str(told.value)
     generate_many(target(), texts(), speculator="ngram", **QUIET, **GREEDY | given)
+
+
+@pytest.mark.parametrize("speculator", [None, "ngram"])
+def test_rotary_frequencies_that_the_engine_would_share(speculator: str | None) -> None:
+    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    model = build("llama", rope_parameters=rope, max_position_embeddings=60)
+    with pytest.raises(ValueError, match="the longest text of a batch decides"):
+        many(model, texts(), speculator=speculator, engine="generate_batch")
+    assert many(model, texts(), speculator=speculator) == alone(model, texts())
 
 
 def test_models_that_the_engine_does_not_take() -> None:

@@ -27,7 +27,7 @@ from servers import BATCHES, DRAFT, PROMPTS, TARGET, Client, crowd, plain, servi
 from transformers import ContinuousBatchingConfig, GenerationConfig
 from transformers.cli.serving.utils import _StreamError
 
-from hf_spec import SpeculationConfig, demo, pack
+from hf_spec import NgramSpeculator, SpeculationConfig, demo, pack
 from hf_spec.batching.sizes import longest_text
 from hf_spec.cli import main
 from hf_spec.serving.batched import Batched
@@ -85,6 +85,23 @@ def test_stop_strings_end_a_text_where_plain_generate_does(client, stream):
     expected = plain(PROMPTS[0], 80, DAY)
     assert expected.endswith(DAY)
     assert client.complete(PROMPTS[0], 80, stream, stop=[DAY]) == expected
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_text_that_a_stop_string_ends_is_learnt_once(stream):
+    told = []
+
+    class Learning(NgramSpeculator):
+        def learn(self, texts):
+            told.extend(map(list, texts))
+
+    with serving(Learning(), **BATCHES) as client:
+        client.complete(PROMPTS[0], 80, stream, stop=[DAY])
+        until(lambda: told)
+        client.complete(PROMPTS[1], 3)
+        until(lambda: len(told) > 1)
+    assert target()[1].decode(told[0], skip_special_tokens=True) == PROMPTS[0] + plain(PROMPTS[0], 80, DAY)
+    assert len(told) == 2
 
 
 def test_sampled_texts_are_those_of_the_seed(one_by_one):
