@@ -23,7 +23,7 @@ from .batching.start import refuse_while_engine_decodes
 from .checkpoints.kinds import register_auto_classes
 from .checkpoints.resolve import EARLY_EXIT, as_speculator, with_tokenizers
 from .decode.entry import Decoding, decode_with, refuse_other_ways, streaming
-from .decode.options import option
+from .decode.options import configured, option
 from .decode.outputs import (
     SpeculativeOutput,
     forget_speculation,
@@ -192,13 +192,16 @@ def _speculative(plain: Any) -> Any:
         except Refusal as refusal:
             if not falls_back:
                 raise
-            logger.warning_once(
-                f"The model's default speculator is not used: {refusal} The text is generated plainly."
-            )
-        forget_speculation(self)
+            _leave_default(self, refusal)
         return plain(self, *args, **kwargs)
 
     return documented(generate, plain, DOCUMENTATION)
+
+
+def _leave_default(model: Any, refusal: Refusal) -> None:
+    """Say once why a call of ``model`` is plain."""
+    logger.warning_once(f"The model's default speculator is not used: {refusal} The text is generated plainly.")
+    forget_speculation(model)
 
 
 def _speculative_whisper(plain: Any) -> Any:
@@ -216,7 +219,10 @@ def _speculative_whisper(plain: Any) -> Any:
                     "return_timestamps=True, or generate without `speculator`."
                 )
             refuse_other_ways(self, given)
+            _refuse_seeds_of_rows(self, given)
             kwargs |= _read_once(self, given)
+        elif all(given.get(name) is None for name in ("speculator", "assistant_model", "custom_generate")):
+            kwargs |= _by_default(self, given)
         asked = {name: kwargs.pop(name) for name in KEYWORDS if name in kwargs}
         with collecting(self, asked) as parts:
             output = plain(self, *args, **kwargs)
@@ -231,6 +237,40 @@ WHISPER = {
     "generate_with_fallback": noting_rows,
     "_need_fallback": noting_fallbacks,
 }
+
+
+def _refuse_seeds_of_rows(model: Any, given: dict[str, Any], default: SpeculationConfig | None = None) -> None:
+    """Raise a Refusal for ``row_seeds``: each part of a call has other rows, and would begin with the same seeds.
+
+    ``default``: the settings of a default speculator.
+    """
+    config = given.get("speculation_config") or default
+    if config is None:
+        config = configured(model, {"generation_config": given.get("generation_config")})
+    if getattr(config, "row_seeds", None) is not None:
+        raise Refusal(
+            f"Cannot generate with a speculator: row_seeds has a seed for each row, but {type(model).__name__} "
+            "decodes in parts: windows of sound, and poor ones again. They have fewer rows, and each would begin with "
+            "the same seeds. Pass one sound per call without row_seeds, after torch.manual_seed(seed)."
+        )
+
+
+def _by_default(model: Any, given: dict[str, Any]) -> dict[str, Any]:
+    """Return the keywords that turn off the default speculator of a call where its settings are refused.
+
+    Errors: a Refusal if the call itself asks for such settings.
+    """
+    speculator, config = default_speculator(model, given.get("generation_config"))
+    if not speculator:
+        return {}
+    try:
+        _refuse_seeds_of_rows(model, given, config)
+    except Refusal as refusal:
+        if (given.get("speculation_config"), given.get("num_speculative_tokens")) != (None, None):
+            raise
+        _leave_default(model, refusal)
+        return {"speculator": False}
+    return {}
 
 
 def _read_once(model: Any, given: dict[str, Any]) -> dict[str, Any]:

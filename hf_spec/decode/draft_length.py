@@ -79,8 +79,8 @@ def draft_length_policy(
     wants_auto = config.num_speculative_tokens == "auto"
     is_asked = asked is not None and asked.num_speculative_tokens is not None
     rule = rule_for(config)
-    reason = "as asked for"
-    if not is_asked and rule.lossy is not None and (situation.samples or rule.when_greedy):
+    reason, is_lossy = "as asked for", rule.lossy is not None and (situation.samples or rule.when_greedy)
+    if not is_asked and is_lossy:
         reason, is_asked = f'fixed, because acceptance="{config.acceptance}" is not lossless', True
     draws = situation.samples and config.verification != "exact"
     needs_seed = draws and (situation.has_seed or is_seeded(situation.device))
@@ -91,7 +91,9 @@ def draft_length_policy(
     if isinstance(situation.speculator, PlainSpeculator):
         return config, FixedLength(0, profile.acceptance, "because nothing is to be proposed")
     if is_asked and not wants_auto:
-        return config, FixedLength(first, profile.acceptance, reason)
+        # A hybrid chooses its source by acceptance. One input, or one seed, must give one text whatever came before.
+        acceptance = AcceptanceEstimator() if needs_seed or is_lossy else profile.acceptance
+        return config, FixedLength(first, acceptance, reason)
     if own is None and not wants_auto:
         config = config.merge(num_speculative_tokens=None)
     return config, _adaptive(config, situation, ranks, profile, first, needs_seed and not wants_auto)

@@ -25,7 +25,7 @@ from transformers.generation import logits_process
 
 from ..device_tensors import to_device
 from .prefixes import VECTORIZED, FirstTokenListener, Prefixes
-from .warpers import in_less_time
+from .warpers import in_less_time, lenient
 
 P = TypeVar("P")
 
@@ -102,7 +102,8 @@ class Processors:
             _check_rows(processors, rows)
         stateless = [one for one in processors if type(one) in STATELESS]
         self._warpers = list(map(in_less_time, stateless))
-        self._warpers_of_drafts = [in_less_time(one, nearly=True) for one in stateless]
+        self._lenient_warpers = list(map(lenient, self._warpers))
+        self._warpers_of_drafts = [lenient(in_less_time(one, nearly=True)) for one in stateless]
         self.is_empty: bool = len(processors) == 0
         self.stateless: bool = len(self._warpers) == len(processors)
         self.vectorized: bool = all(type(one) in STATELESS or type(one) in VECTORIZED for one in processors)
@@ -112,15 +113,19 @@ class Processors:
         """Call the complete list as ``generate`` does: (batch, length), (batch, vocab) -> (batch, vocab) float32."""
         return _call(self._all, input_ids, scores.to(dtype=torch.float32, copy=True))
 
-    def warp(self, scores: Tensor) -> Tensor:
-        """Apply the stateless processors alone to float32 ``scores`` (rows, vocab), which are not changed in place."""
-        return _warped(self._warpers, scores)
+    def warp(self, scores: Tensor, is_plain: bool = False) -> Tensor:
+        """Apply the stateless processors alone to float32 ``scores`` (rows, vocab), which are not changed in place.
 
-    def at_once(self, scores: Tensor, prefixes: Prefixes) -> Tensor:
+        ``is_plain``: there is no draft token, so what raises in plain ``generate`` raises here.
+        """
+        return _warped(self._warpers if is_plain else self._lenient_warpers, scores)
+
+    def at_once(self, scores: Tensor, prefixes: Prefixes, is_plain: bool = False) -> Tensor:
         """Process float32 ``scores`` (prefixes, vocab), each after its own prefix, where ``vectorized`` is set."""
+        warpers = iter(self._warpers if is_plain else self._lenient_warpers)
         for one in self._all:
             if type(one) in STATELESS:
-                scores = _warped([in_less_time(one)], scores)
+                scores = _warped([next(warpers)], scores)
             else:
                 scores = VECTORIZED[type(one)](one, prefixes, scores)
         return scores
@@ -142,21 +147,24 @@ class Processors:
 
         return distribution
 
-    def scores_at(self, logits: Tensor, tokens: Tensor, lengths: list[int], rows: list[int]) -> Tensor:
+    def scores_at(
+        self, logits: Tensor, tokens: Tensor, lengths: list[int], rows: list[int], is_plain: bool = False
+    ) -> Tensor:
         """Process float32 ``logits`` (pairs, vocab), each after its own prefix. Not for a list in lockstep.
 
         ``tokens`` (pairs, longest) are the right-padded prefixes and ``lengths`` their lengths. ``rows`` are the
         positions of the pairs in the batch of ``generate``, for processors that depend on them.
         """
         if self.stateless:
-            return self.warp(logits)
+            return self.warp(logits, is_plain)
+        known = self._all if is_plain else [lenient(one) for one in self._all]
         groups: dict[int, list[int]] = defaultdict(list)
         for pair, length in enumerate(lengths):
             groups[length].append(pair)
         scores = torch.empty_like(logits)
         for length, pairs in groups.items():
             index = to_device(pairs, logits.device)
-            bound = LogitsProcessorList([_bind(one, [rows[pair] for pair in pairs]) for one in self._all])
+            bound = LogitsProcessorList([_bind(one, [rows[pair] for pair in pairs]) for one in known])
             processed = _call(bound, tokens[index, :length], logits[index])
             if processed.shape != (len(pairs), logits.shape[-1]):
                 raise ValueError(self._misshapen(processed.shape, len(pairs), logits.shape[-1]))

@@ -44,6 +44,7 @@ class NodeScores:
         self._lengths = lengths
         self._rows = rows
         self._stops = stops
+        self._is_plain = proposal.max_depth == 0
         self.vectorized, self.are_raw = processors.vectorized, processors.is_empty
 
     def at(self, node: Tensor) -> Tensor:
@@ -59,9 +60,10 @@ class NodeScores:
         if self._processors.is_empty:
             return logits
         if self._processors.stateless:
-            return self._processors.warp(logits.float())
+            return self._processors.warp(logits.float(), self._is_plain)
         if self._processors.vectorized:
-            return self._processors.at_once(logits.float(), self._prefixes(self._text_so_far, self._text_lengths, 0))
+            prefixes = self._prefixes(self._text_so_far, self._text_lengths, 0)
+            return self._processors.at_once(logits.float(), prefixes, self._is_plain)
         return self.at(torch.zeros_like(self._proposal.root))
 
     def best_tokens(self) -> Tensor:
@@ -109,7 +111,7 @@ class NodeScores:
             scores = scores.masked_fill(~self._proposal.present[:, :, None], 0.0)
         flat = scores.flatten(0, 1)
         if self._processors.stateless:
-            return self._processors.warp(flat).view(scores.shape)
+            return self._processors.warp(flat, self._is_plain).view(scores.shape)
         nodes, depth = scores.shape[1], self._proposal.max_depth
         text, spill = self._text_so_far, max(self._lengths) + depth
         text = torch.nn.functional.pad(text, (0, spill + 1 - text.shape[1]))
@@ -119,7 +121,7 @@ class NodeScores:
         draft_tokens = self._proposal.tokens[:, None].expand(-1, nodes, -1)
         tokens = text[:, None].expand(-1, nodes, -1).scatter(2, column, draft_tokens)[:, :, :spill]
         prefixes = self._prefixes(tokens.flatten(0, 1), self._ends.flatten(), depth)
-        return self._processors.at_once(flat, prefixes).view(scores.shape)
+        return self._processors.at_once(flat, prefixes, self._is_plain).view(scores.shape)
 
     @functools.cached_property
     def _scores_after_ends(self) -> Tensor:
@@ -196,7 +198,7 @@ class NodeScores:
         """Process the logits of the pairs (batch, node): (pairs, vocab)."""
         logits = self.logits[batch, node].float()
         if self._processors.stateless:
-            return self._processors.warp(logits)
+            return self._processors.warp(logits, self._is_plain)
         goes_on = ~self._ended[batch, node]
         scores = torch.zeros_like(logits)
         scores[goes_on] = self._with_prefix(logits[goes_on], batch[goes_on], node[goes_on])
@@ -205,7 +207,8 @@ class NodeScores:
     def _with_prefix(self, logits: Tensor, batch: Tensor, node: Tensor) -> Tensor:
         """Process float32 ``logits`` (pairs, vocab) at the pairs (batch, node), each after its own prefix."""
         rows, tokens = [self._rows[b] for b in batch.tolist()], self._prefixes_at(batch, node)
-        return self._processors.scores_at(logits, tokens, self._ends[batch, node].tolist(), rows)
+        lengths = self._ends[batch, node].tolist()
+        return self._processors.scores_at(logits, tokens, lengths, rows, self._is_plain)
 
     def _prefixes_at(self, batch: Tensor, node: Tensor) -> Tensor:
         """Return the prefixes of the pairs (batch, node), right-padded: (pairs, longest)."""

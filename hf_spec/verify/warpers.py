@@ -1,4 +1,4 @@
-"""Faster versions of built-in stateless processors on the CPU.
+"""Faster versions of built-in stateless processors on the CPU, and one for rows that some of them refuse.
 
 A block has a row for each node, so that warpers take longer than verification. transformers' top-p sorts the complete
 vocabulary for each row. It keeps the most probable tokens, so it is enough to sort a few of them and to know the mass
@@ -22,6 +22,7 @@ FIRST_SORTED, MOST_SORTED = (
 PART = 8  # scores of which the largest is compared first, in top-k
 MANY_SCORES = 1 << 14  # from which on that takes less time: a few rows of small vocabularies do not pay for it
 NEAR_TIE = 2e-6  # largest error of sums of float32 probabilities
+REFUSING = (logits_process.EtaLogitsWarper, logits_process.TopHLogitsWarper)  # they raise for rows without a softmax
 
 
 def in_less_time(processor: LogitsProcessor, nearly: bool = False) -> LogitsProcessor:
@@ -33,6 +34,28 @@ def in_less_time(processor: LogitsProcessor, nearly: bool = False) -> LogitsProc
     if type(processor) is logits_process.TopKLogitsWarper:
         return TopK(processor, nearly)
     return TopP(processor, nearly) if type(processor) is logits_process.TopPLogitsWarper else processor
+
+
+def lenient(processor: LogitsProcessor) -> LogitsProcessor:
+    """Return ``processor`` for scores after draft tokens: it leaves rows alone for which it would raise."""
+    return Lenient(processor) if type(processor) in REFUSING else processor
+
+
+@dataclass(frozen=True)
+class Lenient(LogitsProcessor):
+    """A ``warper`` that leaves rows as they are that have a nan, or no finite maximum.
+
+    It would raise a ValueError for them. But a draft token whose forward overflows is to be rejected, and a draft's
+    own overflow is to end a chain. Nothing is asked of the scores, so that it may be part of a graph.
+    """
+
+    warper: LogitsProcessor
+
+    def __call__(self, input_ids: torch.LongTensor, scores: Tensor) -> Tensor:
+        """Process ``scores`` (rows, vocabulary) float32."""
+        is_usual = scores.amax(-1, keepdim=True).abs() < torch.inf  # (rows, 1); False for nan
+        warped: Tensor = self.warper(input_ids, scores.masked_fill(~is_usual, 0.0))
+        return torch.where(is_usual, warped, scores)
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import os
@@ -31,7 +32,7 @@ from transformers.generation.logits_process import WhisperTimeStampLogitsProcess
 from transformers.models.whisper.generation_whisper import WhisperGenerationMixin
 
 import hf_spec
-from hf_spec import NgramSpeculator, SpeculationConfig, SpeculationStats
+from hf_spec import NgramSpeculator, SpeculationConfig, SpeculationStats, integration
 from hf_spec.checkpoints import resolve
 from hf_spec.verify import prefixes
 
@@ -338,6 +339,44 @@ def test_what_is_refused_is_refused_before_a_language_is_detected(options: dict[
     ):
         model.generate(**sound(model, 1), **ENDS, speculator="ngram", **options)
     assert not encoded
+
+
+SEEDS = SpeculationConfig(verification="exact", num_speculative_tokens=3, row_seeds=(1, 2))
+
+
+@pytest.mark.parametrize("place", ["call", "config of the call", "config of the model"])
+def test_seeds_of_rows_are_refused_before_anything_runs(place: str) -> None:
+    """Windows have fewer and fewer rows, and each would begin with the same seeds."""
+    model, given, encoded = whisper(), sound(target(False), 2, 3.2), []
+    asked: dict[str, Any] = {"speculator": "ngram"}
+    if place == "call":
+        asked["speculation_config"] = SEEDS
+    elif place == "config of the call":
+        asked["generation_config"] = copy.deepcopy(model.generation_config)
+        asked["generation_config"].speculation_config = SEEDS.to_dict()
+    else:
+        model.generation_config.speculation_config = SEEDS
+    with (
+        model.get_encoder().register_forward_hook(lambda *args: encoded.append(1)),
+        pytest.raises(ValueError, match=r"row_seeds .* decodes in parts: .* one sound per call .*torch\.manual_seed"),
+    ):
+        model.generate(**given, **ENDS, **asked)
+    assert not encoded
+
+
+def test_seeds_of_rows_in_the_settings_of_a_default_leave_it_unused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, given, warned = whisper(), sound(target(False), 2, 3.2), []
+    monkeypatch.setattr(integration.logger, "warning_once", warned.append)
+    hf_spec.set_speculator(model, draft(False), SEEDS)
+    want = plain(False, "timestamps", 2, 3.2)
+    assert torch.equal(model.generate(**given, **ENDS, **CASES["timestamps"]), want)
+    assert hf_spec.last_speculation(model) is None
+    assert len(warned) == 1 and "default speculator is not used" in warned[0] and "row_seeds" in warned[0]
+    with pytest.raises(ValueError, match="row_seeds"):
+        model.generate(**given, **ENDS, speculation_config=SEEDS)
+    hf_spec.set_speculator(model, draft(False))
+    model.generate(**given, **ENDS)
+    assert hf_spec.last_speculation(model) is not None
 
 
 def test_uninstall_gives_whisper_its_methods_back() -> None:

@@ -476,6 +476,23 @@ def test_a_permuted_q_is_found_out() -> None:
     assert deviation(sampled(speculator, CASES["chain"]), distribution()) > 3 * TOO_FAR
 
 
+@pytest.mark.parametrize("rule", ["near_best", "typical"])
+def test_rules_that_are_not_lossless_give_one_text_whatever_was_accepted_before(rule: Any) -> None:
+    model, other, words, others = small_models()
+    config = CHAIN.merge(acceptance=rule, **({"accept_k": 3} if rule == "near_best" else {}))
+    speculator, texts = TranslatedSpeculator(other, others, words), []
+    for better in (TOKENS, TEXT):
+        speculator.ways = Ways()
+        for way in 2 * TRIED * (TOKENS, TEXT):
+            speculator.ways.record(way, 4.0 if way == better else 0.0)
+        given = {"speculator": speculator, "speculation_config": config, "return_dict_in_generate": True}
+        given |= {"do_sample": rule == "typical", "max_new_tokens": 16, "eos_token_id": None}
+        out = model.generate(torch.tensor([[1, 3, 2, 5]]), **given)
+        assert out.speculation.accepted
+        texts.append(out.sequences)
+    assert torch.equal(*texts)
+
+
 # --- The words of transformers, and errors ---------------------------------------------------------------------------
 
 

@@ -16,6 +16,7 @@ from test_distribution_end_to_end import distribution, guesser, sample
 from test_ngram import news
 from test_verification import TOO_FAR, deviation
 from torch import Tensor
+from torch.distributions import Distribution
 from twins import draft, target
 
 import hf_spec
@@ -281,6 +282,13 @@ def test_chains_that_end_early_leave_the_distribution_as_it_is(monkeypatch: pyte
     assert set(ended) == {True, False}
 
 
+def teach(speculator: Any, config: SpeculationConfig, samples: bool, rows: int, accepted: int) -> None:
+    """Let earlier calls have found that of four draft tokens of a model so many are accepted."""
+    known = policy_of(speculator, config.merge(num_speculative_tokens="auto"), samples, batch_size=rows).acceptance
+    for _ in range(200):
+        known.record(DraftSource.MODEL, [4] * rows, [accepted] * rows)
+
+
 @pytest.mark.parametrize("kind", ["vanilla", "ngram", "hybrid"])
 @pytest.mark.parametrize("rows", [1, 3])
 def test_a_seed_gives_the_same_text_in_every_call(kind: str, rows: int) -> None:
@@ -299,27 +307,41 @@ def test_a_seed_gives_the_same_text_in_every_call(kind: str, rows: int) -> None:
     again = sampled()
     assert torch.equal(again.sequences, first.sequences)
     assert "because a seed was set" in again.speculation.draft_lengths
+    texts = []
+    for accepted in (4, 0):
+        teach(made(), AUTO, True, rows, accepted)
+        texts.append(sampled(num_speculative_tokens=4).sequences)
+    assert torch.equal(*texts)
 
 
+@pytest.mark.parametrize("kind", ["vanilla", "hybrid"])
 @pytest.mark.parametrize("rule", ["near_best", "typical"])
-def test_rules_that_are_not_lossless_give_one_text(rule: Any) -> None:
+def test_rules_that_are_not_lossless_give_one_text(rule: Any, kind: str) -> None:
+    config, samples = SpeculationConfig(acceptance=rule), rule == "typical"
+    config = config.merge(accept_k=3) if rule == "near_best" else config
     texts = set()
-    for _ in range(3):
+    for accepted in (4, 0, 0):
+        speculator = HybridSpeculator(draft()) if kind == "hybrid" else draft()
+        teach(speculator, config, samples, 1, accepted)
         out = target().generate(
-            **prompts(1), speculator=draft(), speculation_config=SpeculationConfig(acceptance=rule, accept_k=3)
-            if rule == "near_best" else SpeculationConfig(acceptance=rule),
-            do_sample=rule == "typical", max_new_tokens=30,
+            **prompts(1, vocab_size=60), speculator=speculator, speculation_config=config, do_sample=samples,
+            max_new_tokens=30,
         )  # fmt: skip
         texts.add(tuple(out[0].tolist()))
     assert len(texts) == 1
 
 
-def test_nan_in_draft_logits_ends_chains_and_not_the_call() -> None:
+def test_nan_in_draft_logits_ends_chains_and_not_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Distribution, "_validate_args", True)  # torch.compile of an earlier test turns that off
     half, small = copy.deepcopy(target()).bfloat16(), copy.deepcopy(draft()).bfloat16()
     small.get_output_embeddings().weight.data.fill_(float("nan"))
     options = {**prompts(1), "do_sample": False, "max_new_tokens": 16}
     for _ in range(2):
         assert torch.equal(half.generate(**options, speculator=small), half.generate(**options))
+    for warper in ({"eta_cutoff": 0.02}, {"top_h": 0.6}):  # they raise for a nan that they are given
+        for more in ({}, {"num_speculative_tokens": 3}, {"speculation_config": SpeculationConfig(tree="dynamic")}):
+            sampled = options | {"do_sample": True} | warper | more
+            assert half.generate(**sampled, speculator=small).shape == half.generate(**options).shape
 
 
 # --- Drafters --------------------------------------------------------------------------------------------------------

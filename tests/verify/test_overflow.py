@@ -10,18 +10,28 @@ import torch
 from architectures import build, prompts
 from batches import greedy, plain_texts, prompts_of, serve
 from torch import Tensor
+from torch.distributions import Distribution
 from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
+from transformers.generation import logits_process
 from twins import CHAIN, TREE
 
 from hf_spec import AcceptedTokens, DraftContext, Drafter, NgramSpeculator, Proposal, Speculator
 from hf_spec.policy.base import DraftLengthPolicy, StepObservation
 from hf_spec.policy.fixed import FixedLength
+from hf_spec.verify.processors import Processors, pure
 from hf_spec.verify.rules import block_verification, token_verification
 
 NEW_TOKENS = 14
 POISON = 90  # its embedding overflows, and no text has it
 GREEDY: dict[str, Any] = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "suppress_tokens": [POISON]}
 SHAPES = {"chain": CHAIN, "tree": TREE}
+RAISING: dict[str, dict[str, float]] = {"eta": {"eta_cutoff": 0.02}, "top_h": {"top_h": 0.6}}  # in plain generate, too
+
+
+@pytest.fixture(autouse=True)
+def arguments_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let warpers raise for what they refuse: torch.compile of an earlier test turns that off."""
+    monkeypatch.setattr(Distribution, "_validate_args", True)
 
 
 class Poisoner(Speculator):
@@ -125,9 +135,14 @@ def test_nor_in_lockstep_nor_with_features_nor_in_what_is_returned(name: str, va
         torch.testing.assert_close(found.keys, expected.keys, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize("other", ["", "penalty", "pure"])
+@pytest.mark.parametrize("warper", [{}, *RAISING.values()], ids=["", *RAISING])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_sampling_goes_on_behind_such_a_guess(shape: str) -> None:
+def test_sampling_goes_on_behind_such_a_guess(shape: str, warper: dict[str, float], other: str) -> None:
+    """Processors see all nodes at once, with prefixes and without, or nodes of one length after another."""
     model, given = poisoned("llama"), harmless(2)
+    own = LogitsProcessorList([pure(Remembers())] if other == "pure" else [])
+    options = warper | ({"repetition_penalty": 1.2} if other == "penalty" else {})
     text = model.generate(**given, **GREEDY)
     for seed in range(5):
         torch.manual_seed(seed)
@@ -138,8 +153,36 @@ def test_sampling_goes_on_behind_such_a_guess(shape: str) -> None:
             suppress_tokens=[POISON],
             speculator=Poisoner(text, every=1),
             speculation_config=SHAPES[shape].merge(self_check=False),
+            logits_processor=own,
+            **options,
         )
         assert out.shape == text.shape
+
+
+@pytest.mark.parametrize("warper", RAISING)
+def test_warpers_that_refuse_rows_do_so_in_plain_steps_alone(warper: str) -> None:
+    made = {"eta": logits_process.EtaLogitsWarper(0.02), "top_h": logits_process.TopHLogitsWarper(0.6)}[warper]
+    rows = torch.randn(4, 16, generator=torch.Generator().manual_seed(0))
+    rows[0, 3], rows[1], rows[2, 5] = torch.nan, -torch.inf, torch.inf
+    processors = Processors(LogitsProcessorList([made]))
+    got = processors.warp(rows)
+    torch.testing.assert_close(got[:3], rows[:3], equal_nan=True, rtol=0, atol=0)
+    assert torch.equal(got[3:], made(torch.ones(1, 0, dtype=torch.long), rows[3:])) and not got[3].isfinite().all()
+    drafted = processors.draft_distribution()(rows)
+    assert drafted[:3].isnan().all() and not drafted[3].isnan().any()
+    with pytest.raises(ValueError, match="invalid values"):
+        processors.warp(rows, is_plain=True)
+
+
+@pytest.mark.parametrize("warper", RAISING)
+def test_a_target_that_overflows_by_itself_raises_as_in_plain_generate(warper: str) -> None:
+    model, given = poisoned("llama"), harmless(2)
+    options: dict[str, Any] = {"max_new_tokens": NEW_TOKENS, "do_sample": True, **RAISING[warper]}
+    text = model.generate(**given, **GREEDY)
+    given["input_ids"][1, -1] = POISON
+    for more in ({}, {"speculator": Poisoner(text), "speculation_config": CHAIN.merge(self_check=False)}):
+        with pytest.raises(ValueError, match="invalid values"):
+            model.generate(**given, **options, **more)
 
 
 def test_a_target_that_overflows_by_itself_writes_what_plain_generate_writes() -> None:

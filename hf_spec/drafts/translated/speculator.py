@@ -40,8 +40,8 @@ class TranslatedSpeculator(Speculator):
     - *by text*: the draft writes freely, and the target's tokenizer encodes that. Such draft tokens are
       deterministic. (SLEM)
 
-    Sampled draft tokens and trees are drafted by shared tokens. Greedy chains take the way by which more tokens were
-    accepted, which is tried for the first steps.
+    Sampled draft tokens and trees are drafted by shared tokens. So is whatever a rule verifies that is not lossless.
+    Greedy chains take the way by which more tokens were accepted, which is tried for the first steps.
 
     Source: Timor et al., arXiv 2502.05202.
 
@@ -176,7 +176,8 @@ class TranslatedDrafter(Drafter):
         request = self._request
         # With `sample_draft=False` the number of random draws depends on the way, and a seed must give one text.
         free = not request.sample and request.config.tree is None and request.config.sample_draft
-        return free and self._has_shared
+        # By other rules the text depends on the draft tokens, and earlier calls must not change it.
+        return free and self._has_shared and request.config.acceptance == "lossless"
 
     def _way(self) -> str:
         if self._is_free:
