@@ -37,6 +37,7 @@ from transformers.generation.continuous_batching.requests import (
 )
 
 from ..device_tensors import to_device
+from ..drafts.ngram.beginnings import without_placeholders
 from ..invariance.columns import Text, mask_of_packed
 from ..invariance.mode import Invariance, invariance_of
 from ..metrics import SpeculationStats
@@ -158,7 +159,8 @@ class _Router(OutputRouter):
     def _with_stats(self, output: GenerationOutput) -> RequestOutput:
         stats = self.speculation.stats_of(output.request_id, output.is_finished())
         if output.status == RequestStatus.FINISHED and output.error is None:
-            self.speculation.speculator.learn([[*output.prompt_ids, *output.generated_tokens]])
+            texts = without_placeholders([[*output.prompt_ids, *output.generated_tokens]], self.speculation.model)
+            self.speculation.speculator.learn(texts)
         return RequestOutput(**vars(output), speculation=stats)
 
 

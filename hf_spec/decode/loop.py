@@ -18,6 +18,7 @@ from transformers.utils import logging
 from ..device_tensors import to_device
 from ..drafts.base import AcceptedTokens, DraftContext, Speculator
 from ..drafts.lazy import LazyDrafter
+from ..drafts.ngram.beginnings import without_placeholders
 from ..drafts.source import Source
 from ..invariance.mode import is_invariant
 from ..metrics import SpeculationStats
@@ -361,7 +362,7 @@ class Call:
         self._warn_if_never_right()
         token_ids = self.sequences.finish()
         if self.speculator.learns:
-            self.speculator.learn(self.sequences.unpadded(self.prompt_mask))
+            self.speculator.learn(without_placeholders(self.sequences.unpadded(self.prompt_mask), self.model))
         emitted = self.sequences.length - self.sequences.prompt_length
         cache: Any = self.target.release(emitted - 1) if self._returns_cache else None
         if not self.generation_config.return_dict_in_generate:

@@ -78,8 +78,8 @@ class AutoregressiveDrafter(StaticDrafter):
         inputs: dict[str, Any] = {"features": accepted.features}
         logits, root_hidden = [], []
         for number, kv in enumerate(kvs):
-            scores, hidden = kv.read(accepted.tokens, accepted, **inputs)
-            logits.append(accepted.last(scores))
+            scores, hidden = kv.read_last(accepted.tokens, accepted, **inputs)
+            logits.append(scores)
             if number + 1 < len(kvs):
                 inputs = {"hidden_states": torch.cat([self._root_hidden[number], hidden[:, :-1]], dim=1)}
             last = accepted.last(hidden)

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from ..scoring.target_keys import TargetKeys
 
 
+LAST_LOGITS_FROM = 16  # accepted tokens from which a drafter computes only the logits that it needs
 SUM_TOLERANCE = 1e-3  # of a distribution that a user's own drafter works out, in whatever precision
 
 
@@ -421,6 +422,7 @@ class Speculator(ABC):
     def learn(self, texts: Sequence[Sequence[int]]) -> None:  # noqa: B027
         """Learn from the texts of a finished call, one per row, prompt and output. By default nothing is kept of them.
 
+        -1 stands in place of tokens that the target cannot write, such as placeholders for parts of an image.
         Whoever decodes calls this once, from any thread, when the call is whole: not of calls that were abandoned.
         """
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicCache
 
+from ..device_tensors import cached_arange, to_device
 from ..scoring.cache import TreeKVCache
 from ..scoring.kv_view import KVView
-from .base import AcceptedTokens, DraftOutput
+from .base import LAST_LOGITS_FROM, AcceptedTokens, DraftOutput
 from .static import StaticKeys
 
 
@@ -52,7 +54,7 @@ class DraftKV:
         return self
 
     def read(
-        self, tokens: Tensor, accepted: AcceptedTokens, ancestors: Tensor | None = None, **inputs: Tensor
+        self, tokens: Tensor, accepted: AcceptedTokens, ancestors: Tensor | None = None, **inputs: Any
     ) -> tuple[Tensor, Tensor]:
         """Drop the nodes of the last proposal, then read accepted tokens.
 
@@ -64,12 +66,38 @@ class DraftKV:
         self._slots.commit(tokens, accepted.amounts, in_place=True, on_device=accepted.counts)
         return logits, hidden
 
+    def read_last(self, tokens: Tensor, accepted: AcceptedTokens, **inputs: Any) -> tuple[Tensor, Tensor]:
+        """Read accepted tokens, as ``read``; return the logits (batch, 1, draft vocabulary) after each row's last one.
+
+        The hidden states (batch, m, hidden) are those of all tokens.
+        """
+        if tokens.shape[1] > LAST_LOGITS_FROM:
+            return self._read_much(tokens, accepted, inputs)
+        logits, hidden = self.read(tokens, accepted, **inputs)
+        return accepted.last(logits), hidden
+
+    def _read_much(self, tokens: Tensor, accepted: AcceptedTokens, inputs: dict[str, Any]) -> tuple[Tensor, Tensor]:
+        """Read the tokens of many plain steps: logits of a large vocabulary take longer than a layer.
+
+        They are read in parts that end where a row does, because a draft computes the last logits or all.
+        """
+        self._slots.commit(tokens[:, :0], [0] * len(tokens), in_place=True)
+        amounts, parts = accepted.amounts, []
+        ends = sorted({*amounts, tokens.shape[1]})
+        for start, end in pairwise([0, *ends]):
+            given = {name: states[:, start:end] for name, states in inputs.items()}
+            parts.append(self.run(tokens[:, start:end], None, None, logits_to_keep=1, **given))
+        self._slots.commit(tokens, amounts, in_place=True, on_device=accepted.counts)
+        logits, hidden = (torch.cat(one, dim=1) for one in zip(*parts, strict=True))  # logits: (batch, ends, ...)
+        place = to_device([ends.index(amount) for amount in amounts], tokens.device)
+        return logits[cached_arange(len(tokens), tokens.device), place][:, None], hidden
+
     def run(
-        self, tokens: Tensor, ancestors: Tensor | None, depth: int | None, **inputs: Tensor
+        self, tokens: Tensor, ancestors: Tensor | None, depth: int | None, logits_to_keep: int = 0, **inputs: Any
     ) -> tuple[Tensor, Tensor]:
         """Run one step: logits (batch, new, draft vocabulary) and hidden states (batch, new, hidden).
 
-        ``depth`` and ``ancestors`` are those of ``KVView.scoring``.
+        ``depth`` and ``ancestors`` are those of ``KVView.scoring``. ``logits_to_keep`` > 0: only the last logits.
         """
         with self._slots.scoring(tokens.shape[1], ancestors, self._draft.layer_config, depth) as block:
             output: DraftOutput = self._draft(
@@ -77,6 +105,7 @@ class DraftKV:
                 position_ids=self._slots.positions(self._origin, block),
                 attention_mask=self._slots.mask(block),
                 past_key_values=self._slots.cache,
+                logits_to_keep=logits_to_keep,
                 **self._module_argument,
                 **inputs,
             )
@@ -138,6 +167,11 @@ class OpenDraftKV:
         outputs = self.run(tokens, ancestors, None, **inputs)
         self._keys.commit(accepted.counts)
         return outputs
+
+    def read_last(self, tokens: Tensor, accepted: AcceptedTokens, **inputs: Tensor) -> tuple[Tensor, Tensor]:
+        """Read accepted tokens, as ``DraftKV.read_last``."""
+        logits, hidden = self.read(tokens, accepted, **inputs)
+        return accepted.last(logits), hidden
 
     def run(
         self, tokens: Tensor, ancestors: Tensor | None, depth: int | None, **inputs: Tensor

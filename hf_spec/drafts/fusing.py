@@ -100,6 +100,7 @@ class FusingDraftModel(DraftModel):
         *("LlamaFusingLayer", "Qwen3FusingLayer", "Gemma4FusingLayer"),
     ]
 
+    _feeds_back: ClassVar[bool] = True  # whether later steps read the output of earlier ones
     input_norm: Any
     fc_norm: nn.ModuleList | None
 
@@ -115,6 +116,8 @@ class FusingDraftModel(DraftModel):
         )
         self.fc = nn.Linear(count * width, layers.hidden_size, bias=False)
         self.norm = norm(layers.hidden_size, eps=layers.rms_norm_eps)
+        # A parameter that nothing reads gets no gradient, for which distributed training would wait.
+        self.norm.requires_grad_(config.norm_before_lm_head or (self._feeds_back and config.norm_output))
         if self.embed_tokens is not None:
             self.embed_tokens.requires_grad_(config.embed_requires_grad)
 

@@ -21,6 +21,11 @@ class RowReader:
         self._values = memory_of(packed)
         self._row_starts, self._column_offsets = row_starts, column_offsets
 
+    @property
+    def nbytes(self) -> int:
+        """Return the size of the tables in bytes, without the packed values."""
+        return self._row_starts.nbytes + self._column_offsets.nbytes
+
     def __call__(self, ids: Tensor) -> Tensor:
         """Return the rows ``ids``, of any shape: (*ids.shape, columns); an IndexError for an id that is no row."""
         starts = self._row_starts.index_select(0, ids.reshape(-1))

@@ -20,7 +20,7 @@ from .attention import attend_together
 from .float16 import HALF, MOST_MEMORY, Float16Weight, float16_weight, is_better_in_float16
 from .kept import is_better_kept
 from .layout import row_reader
-from .weight import NOT_COMPILED, STORAGE, Former, Owners, PackedWeight, Rows, Storage, lock, parameters_of
+from .weight import NOT_COMPILED, Owners, PackedWeight, Rows, Storage, lock, parameters_of, storage_of
 
 LARGE = 1 << 16  # values of a weight from which on packing is worth the while
 ROWS_AT_A_TIME = 16  # the rows that oneDNN chooses the layout for; its layouts for 2 to 1,024 rows were the same
@@ -163,8 +163,7 @@ def _pack_weight(found: _Found, spare: int) -> str | None:
         values = _values(weight, found.is_looked_up, spare)
         if isinstance(values, str):
             return values
-        known = getattr(weight, STORAGE, Former()).storage()  # of references from when it was packed before
-        storage = known or Storage()
+        storage = storage_of(weight) or Storage()
         own = storage.weight() if storage.weight is not None else None
         if own is None or not own.is_like(weight):
             own = PackedWeight(storage, weight, weight.requires_grad)

@@ -19,6 +19,7 @@ from transformers.utils import logging
 from .float16 import HALF, Float16Weight, product_in_graphs
 from .graphs import compiling, packed_product, product
 from .kept import half_product, half_product_in_graphs, kept_product, number_of_parts
+from .layout import RowReader
 
 logger = logging.get_logger(__name__)
 
@@ -28,7 +29,6 @@ NOT_COMPILED = (
     "generate(..., speculator=..., cache_implementation='static', compile_config=...)"
 )
 NOT_TRACED = "packed weights are compiled in linear layers and embeddings alone, in their own dtype, without gradients"
-STORAGE = "_hf_spec_storage"  # the attribute of a plain parameter that was packed before
 # With weights of so many bytes, oneDNN took up to a quarter less time for four rows than for one or two. That was so
 # on an AMD EPYC with AVX-512, and not with AVX2.
 BIG, FEWEST = 3 << 20, 4 if "AVX512" in torch.backends.cpu.get_cpu_capability() else 1
@@ -36,7 +36,7 @@ Owners = list[tuple[Any, str]]  # modules, each with the name of its parameter
 Rows = Callable[[Tensor], Tensor]  # returns the rows of some ids, as an embedding does
 Made = TypeVar("Made")
 _PLAIN_TYPES = (Tensor, nn.Parameter)
-_OWN_ATTRIBUTES = ("_storage", "_is_detached", "_is_param", STORAGE)
+_OWN_ATTRIBUTES = ("_storage", "_is_detached", "_is_param")
 
 # Operations that ask what a tensor is like, and not for its values.
 _ASKED = ("dtype", "device", "shape", "ndim", "layout", "requires_grad", "grad", "grad_fn", "is_leaf", "is_meta",
@@ -88,7 +88,7 @@ class Storage:
         plain: nn.Parameter,
     ) -> None:
         """Take the values from ``packed`` from now on; ``plain`` is let go, and ``weight`` gets its attributes."""
-        self.attributes = {name: value for name, value in vars(plain).items() if name != STORAGE}
+        self.attributes = dict(vars(plain))
         vars(weight).update(self.attributes)
         # asked here and not in each product: torch.compile cannot trace the question
         is_kept = isinstance(packed, Tensor) and packed.layout is torch.strided
@@ -99,18 +99,20 @@ class Storage:
 
     @property
     def nbytes(self) -> int:
-        """Return the size of packed values in bytes."""
-        packed = self.packed
+        """Return the size of packed values in bytes, with padding and what reads rows of them."""
+        packed, rows = self.packed, self.rows
         if packed is None:  # another thread has unpacked it
             return 0
         is_in_blocks = isinstance(packed, Tensor) and packed.is_mkldnn
-        return int(torch.ops.mkldnn._nbytes(packed)) if is_in_blocks else packed.nbytes
+        size = int(torch.ops.mkldnn._nbytes(packed)) if is_in_blocks else packed.nbytes
+        return size + (rows.nbytes if isinstance(rows, RowReader) else 0)
 
     def take_back(self, plain: nn.Parameter) -> None:
         """Take the values from ``plain`` from now on."""
         self.plain = plain
         self.packed = self.rows = None
         self.lasting = False
+        _unpacked[id(plain)] = self
 
     def unpack(self, reason: str | None = None) -> nn.Parameter:
         """Return the plain parameter, with the bits it had, and put it where the packed one was."""
@@ -147,21 +149,18 @@ class Storage:
         values = self.dense()
         plain = _without_modes(lambda: nn.Parameter(values, requires_grad=is_trained))
         vars(plain).update(self.attributes if own is None else own._attributes())
-        setattr(plain, STORAGE, Former(self))
         return plain
 
 
-class Former:
-    """The storage of a weight that is plain again: references to the packed one may still be around.
+# By the ids of parameters that are plain again. A storage holds its parameter, so that no other one gets the id. An
+# attribute would be saved with the parameter, and a weak reference to it would keep torch from swapping it.
+_unpacked: weakref.WeakValueDictionary[int, Storage] = weakref.WeakValueDictionary()
 
-    Copies and pickles of the plain one have none.
-    """
 
-    def __init__(self, storage: Storage | None = None) -> None:
-        self.storage = (lambda: None) if storage is None else weakref.ref(storage)
-
-    def __reduce__(self) -> tuple[type[Former], tuple[()]]:
-        return Former, ()
+def storage_of(plain: Tensor) -> Storage | None:
+    """Return the storage of a weight that is plain again, if references to the packed one are still around."""
+    storage = _unpacked.get(id(plain))
+    return storage if storage is not None and storage.plain is plain else None
 
 
 class PackedWeight(Tensor):

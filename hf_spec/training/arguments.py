@@ -51,7 +51,8 @@ class DraftTrainingArguments(TrainingArguments):
         step_decay: step k is weighted by ``step_decay ** k``.
         chain_smoothing: weight each draft token also by the expected length of the chains that reach it, according to
             the draft's own confidence (D-PACE). Each confidence is moved towards 1 by this share. The speculators
-            library trains DFlash with 0.5 and ``step_decay=1.0``. ``None``: weight by ``step_decay`` alone.
+            library trains DFlash with 0.5 and ``step_decay=1.0``. ``None``: weight by ``step_decay`` alone, as a
+            confidence head always is.
         objective: the loss. ``"kl"``: from the target's distribution. ``"reverse_kl"``. ``"ce"``: cross-entropy with
             its best token. ``"nll"``: with the text's own token. ``"tv"``: total variation, one minus the acceptance
             rate. ``"lk"``: from KL to total variation as acceptance grows. A sum, such as ``"0.1 ce + 0.9 tv"``.
@@ -113,7 +114,7 @@ class DraftTrainingArguments(TrainingArguments):
     warmup_steps: float = 0.015
     remove_unused_columns: bool = False
     label_names: list[str] | None = field(default_factory=list)
-    ddp_find_unused_parameters: bool | None = False  # every trained parameter always gets a gradient
+    ddp_find_unused_parameters: bool | None = False  # each gets a gradient; see DraftTrainer for one step
 
     def __post_init__(self) -> None:
         objective_terms(self.objective)

@@ -180,7 +180,8 @@ class _Columns:
 
     ``text`` and ``column`` (n,) are the batch row and the column number. ``hidden`` (n, target hidden) are the
     target's last hidden states and ``tokens`` (n,) the predicted tokens of the text. ``weights`` (steps, n) are those
-    of the predictions, 0 where a step has none, and ``selector_weights`` (steps, n) those of the selector's.
+    of the predictions, 0 where a step has none. ``selector_weights`` and ``confidence_weights`` (steps, n) are those
+    of the selector's and of the confidence's.
     """
 
     text: Tensor
@@ -189,6 +190,7 @@ class _Columns:
     tokens: Tensor
     weights: Tensor
     selector_weights: Tensor
+    confidence_weights: Tensor
 
     def positions(self, step: int, length: int) -> Tensor:
         """Return the position (n,) of ``step`` in each column; where there is none, any valid index (weight 0)."""
@@ -214,7 +216,7 @@ class ChunkedLoss:
     - ``"nll"``: cross-entropy with the text's own token.
 
     ``confidence(states)`` is trained by binary cross-entropy, weighted by ``confidence_weight``, to predict the
-    acceptance rate of a sampled draft token. ``smoothing``: see ``chain_weights``.
+    acceptance rate of a sampled draft token. ``smoothing``: see ``chain_weights``, which the confidence does not use.
 
     ``selector(states, logits, labels)`` is that of ``Unrolled``. It is trained by cross-entropy among its candidates,
     weighted by ``selector_weight``, to choose the token that the objective wants. Chains then weigh it by its own
@@ -250,7 +252,7 @@ class ChunkedLoss:
         length, target hidden) are the target's last hidden states. ``weights`` (steps, batch, length - 1) are those
         of the positions. ``input_ids`` (batch, length) are needed for ``"nll"``.
         """
-        of_selector = weights
+        of_selector = of_confidence = weights
         if self.smoothing is not None:
             with torch.no_grad():
                 _, found = replace(self, smoothing=None).compute(states, hidden, weights, (), input_ids)
@@ -264,7 +266,7 @@ class ChunkedLoss:
         tokens = torch.full_like(text, -1)
         if input_ids is not None:
             tokens = input_ids[text, (column + 2).clamp(max=input_ids.shape[1] - 1)]
-        used = by_column[:, text, column], _shift(of_selector, 1)[:, text, column]
+        used = [_shift(one, 1)[:, text, column] for one in (weights, of_selector, of_confidence)]
         columns = _Columns(text, column, hidden[text, column + 1], tokens, *used)
         chunks: list[StepMetrics] = []
         trained = [parameter for parameter in trained if parameter.requires_grad]
@@ -312,12 +314,13 @@ class ChunkedLoss:
         states: Tensor,
         weights: Tensor,
         selector_weights: Tensor | None = None,
+        confidence_weights: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """Return the loss of n predictions of a step, with gradients by autograd, and their metrics (n,).
 
         The metrics are ``correct``, ``overlap``, ``confidence`` and ``selected`` of ``StepMetrics``.
         ``states`` (n, hidden) are the input of the draft's head, ``weights`` (n,) those of the predictions. The
-        selector's are the same unless ``selector_weights`` (n,) are given.
+        selector's and the confidence's are the same unless theirs (n,) are given.
         """
         logits = self.draft_head(step, states).float()  # (n, draft vocabulary)
         log_q = logits.log_softmax(-1)
@@ -333,7 +336,8 @@ class ChunkedLoss:
         if self.confidence is not None:
             said = self.confidence(states).float()
             wrong = functional.binary_cross_entropy_with_logits(said, overlap.clamp(0, 1), reduction="none")
-            loss = loss + self.confidence_weight * (wrong * weights).sum()
+            used = weights if confidence_weights is None else confidence_weights
+            loss = loss + self.confidence_weight * (wrong * used).sum()
         if self.selector is None:
             return loss, correct, overlap, confidence, confidence
         scores, place = self.selector(states, logits, wanted)
@@ -416,8 +420,9 @@ class _InChunks(torch.autograd.Function):
                 places = columns.text[chunk][picked], columns.positions(step, given[step].shape[1])[chunk][picked]
                 with torch.set_grad_enabled(learns):
                     states = given[step][places].detach().requires_grad_(learns)
-                    used = weights[picked], columns.selector_weights[step, chunk][picked] / scale
-                    one, *metrics = loss.compare(target.at(picked), step, states, *used)
+                    used = (columns.selector_weights, columns.confidence_weights)
+                    others = [one[step, chunk][picked] / scale for one in used]
+                    one, *metrics = loss.compare(target.at(picked), step, states, weights[picked], *others)
                 compared.append((one.detach() * scale, *(_placed(metric, picked, weights) for metric in metrics)))
                 if learns:
                     gradients[step][places], *found = torch.autograd.grad(one, [states, *trained], allow_unused=True)

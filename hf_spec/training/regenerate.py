@@ -20,7 +20,7 @@ from ..processes import Processes
 from ..progress import Progress
 from ..scoring.plain import input_device, padded, position_limit
 from ..untrusted import check_ends
-from ..whole_files import append_answers
+from ..whole_files import append_answers, write_files
 from .chat import (
     CUT,
     TEMPLATE_COLUMNS,
@@ -199,7 +199,7 @@ def _check_made_from(path: Path, done: int, wanted: dict[str, Any]) -> None:
     """Write next to a new file what its answers are made with; raise a ValueError if old ones differ in that."""
     record = path.with_name(f"{path.name}.made_from.json")
     if not done:
-        record.write_text(json.dumps(wanted, indent=1), encoding="utf-8")
+        write_files({record.name: json.dumps(wanted, indent=1)}, record.parent)
         return
     if not record.exists():
         raise ValueError(

@@ -171,4 +171,5 @@ class _Recording(Speculator):
 
     def learn(self, texts: Sequence[Sequence[int]]) -> None:
         self.inner.learn(texts)
-        self._texts.extend(map(list, texts))
+        # No draft can be trained on placeholders (-1): it would need the image that they stand for.
+        self._texts.extend(list(text) for text in texts if min(text, default=0) >= 0)

@@ -145,6 +145,8 @@ class DraftTrainer(Trainer):
             draft.bind(self.target)
             for layer in draft.output_layers if args.freeze_lm_head else ():
                 layer.requires_grad_(False)
+            if draft.unroll_steps(args.unroll_steps) == 1:  # what only later steps read gets no gradient
+                args.ddp_find_unused_parameters = True
         self._is_head_frozen = args.freeze_lm_head
         if self._peft_config is not None:
             from peft import get_peft_model

@@ -32,7 +32,7 @@ def let_forward_compute_a_loss(draft: Any) -> None:
 
 
 def _recompute_steps(**kwargs: Any) -> None:
-    """Do nothing: each step of a draft is recomputed as one unit, see ``unrolling.outputs``."""
+    """Do nothing: each step of a draft is recomputed as one unit, see ``unroll.feedback.outputs``."""
 
 
 @contextlib.contextmanager

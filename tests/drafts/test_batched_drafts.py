@@ -34,12 +34,14 @@ from hf_spec import (
 from hf_spec.batching.drafting import Drafters
 from hf_spec.batching.engine import _Processor, _Ring
 from hf_spec.checkpoints.resolve import as_speculator
+from hf_spec.drafts import draft_kv
 from hf_spec.drafts.eagle.configuration import EagleSpeculatorConfig
 from hf_spec.drafts.eagle.modeling import EagleDraftModel
 from hf_spec.drafts.eagle3.configuration import Eagle3SpeculatorConfig
 from hf_spec.drafts.eagle3.modeling import Eagle3DraftModel
 from hf_spec.drafts.medusa.configuration import MedusaSpeculatorConfig
 from hf_spec.drafts.medusa.modeling import MedusaDraftModel
+from hf_spec.drafts.peagle import modeling as peagle
 from hf_spec.policy.adaptive import AdaptiveLength
 from hf_spec.policy.base import DraftSource
 
@@ -250,6 +252,37 @@ def test_a_padded_row_joins_as_what_it_is_or_not_at_all(kind: str) -> None:
             found = [drafter.propose(own, 4).tokens[0] for drafter, own in zip((mine, theirs), accepted, strict=True)]
         for row, one in zip(found, expected, strict=True):
             assert row[: one.tokens.shape[1]].tolist() == one.tokens[0].tolist()
+
+
+@pytest.mark.parametrize("counts", [[40, 40, 40], [40, 17, 23]], ids=["equal", "ragged"])
+@pytest.mark.parametrize("kind", ["eagle3", "eagle", "peagle"])
+@torch.no_grad()
+def test_what_many_plain_steps_wrote_is_read_without_logits_of_all(
+    kind: str, counts: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = model("gemma3_text")
+    speculator = as_speculator(draft(kind, "gemma3_text"), target)
+    widths = len(speculator.feature_layers(target)) * target.config.hidden_size
+    plain, found = type(speculator).logits, []
+    scored: list[int] = []
+
+    def counting(self: Any, states: Tensor, *args: Any) -> Tensor:
+        scored.append(states.shape[1])
+        return plain(self, states, *args)
+
+    monkeypatch.setattr(type(speculator), "logits", counting)
+    for many in (16, 99):
+        for module in (draft_kv, peagle):
+            monkeypatch.setattr(module, "LAST_LOGITS_FROM", many)
+        requests = [request_of(target, speculator, torch.tensor([9, 8, n]), sample=False) for n in (10, 11, 12)]
+        first, *others = map(speculator.drafter, requests)
+        assert all(first.join(other) for other in others)
+        scored.clear()
+        for step, news in enumerate((counts, [1, 2, 3], [20, 1, 1])):
+            found.append(first.propose(stacked(accepted_of(news, widths, step)), 4).tokens)
+        assert (max(scored) < 17) == (many == 16)
+    for one, other in zip(found[:3], found[3:], strict=True):
+        assert torch.equal(one, other)
 
 
 def hybrid() -> HybridSpeculator:

@@ -14,17 +14,18 @@ from typing import Any
 
 import pytest
 import torch
+from architectures import build
 from safetensors import safe_open
 from safetensors.torch import save_file
 from test_ngram import news, random_text, start
 from tokenizers import Tokenizer, models
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast, StoppingCriteria, StoppingCriteriaList
-from twins import BATCHES, TREE, paths_of, target, tokenizer
+from twins import BATCHES, TREE, draft, paths_of, target, tokenizer
 
 import hf_spec.drafts.ngram.suffix_decoding
 import hf_spec.drafts.ngram.suffix_index
-from hf_spec import NgramSpeculator, SpeculationConfig
+from hf_spec import HybridSpeculator, NgramSpeculator, SpeculationConfig
 from hf_spec.drafts.ngram.history_file import SavedHistory, read_history
 from hf_spec.drafts.ngram.suffix_decoding import DOUBT_VOTES, best_continuations
 from hf_spec.drafts.ngram.suffix_index import BLOCK, BREAK, LONGEST_MATCH, SIZES, Place, SuffixIndex
@@ -312,6 +313,39 @@ def test_finished_calls_are_remembered_without_padding() -> None:
     assert speculator.history is not None
     assert speculator.history.tokens() == expected
     assert len(expected) < 13 + 9 + 5 + 3 * (24 + 1), "row 0 ends early"
+
+
+@pytest.mark.parametrize("kind", ["alone", "hybrid"])
+def test_placeholders_of_a_prompt_do_not_stand_for_another_tokenizer(kind: str) -> None:
+    """PaliGemma's token for a part of an image stands after all those that it has embeddings for."""
+    model, history = target(), NgramSpeculator(history_size=500)
+    speculator = history if kind == "alone" else HybridSpeculator(draft(), history)
+    vocabulary = model.get_input_embeddings().num_embeddings
+
+    def hide(module: Any, args: tuple[Tensor]) -> tuple[Tensor]:
+        return (args[0].clamp(max=vocabulary - 1),)
+
+    ids = torch.tensor([[150] * 4 + [1, 5, 6, 7]])
+    seen = model.get_input_embeddings().register_forward_pre_hook(hide)
+    try:
+        texts = [model.generate(ids, max_new_tokens=9, do_sample=False, speculator=speculator) for _ in range(2)]
+    finally:
+        seen.remove()
+    assert torch.equal(*texts)
+    assert history.history is not None
+    assert history.history.tokens()[:9] == [*[BREAK] * 4, *ids[0, 4:].tolist(), int(texts[0][0, 8])]
+    with pytest.raises(ValueError, match="texts of another tokenizer"):
+        history.check(target(vocab_size=6))
+
+
+def test_tokens_that_a_target_has_no_logits_of_are_not_looked_up() -> None:
+    """The config of Inkling counts the padding of its vocabulary, too."""
+    speculator = NgramSpeculator(history_size=500)
+    speculator.learn([[5, 6, 95, 5, 6, 95]])
+    with pytest.raises(ValueError, match="token 95 and the target knows 90 tokens"):
+        speculator.check(build("inkling_text", unpadded_vocab_size=90))
+    with pytest.raises(ValueError, match="corpus holds token 95 and the target knows 90 tokens"):
+        NgramSpeculator(corpus=[[5, 95]]).check(build("inkling_text", unpadded_vocab_size=90))
 
 
 class Breaks(StoppingCriteria):

@@ -177,9 +177,11 @@ def hybrid(draft: Any, *texts: list[int], **options: Any) -> HybridSpeculator:
     return HybridSpeculator(draft, memory, **options)
 
 
-def begin(speculator: HybridSpeculator, rows: int, acceptance: AcceptanceEstimator | None = None) -> HybridDrafter:
+def begin(
+    speculator: HybridSpeculator, rows: int, acceptance: AcceptanceEstimator | None = None, tree: Any = None
+) -> HybridDrafter:
     ids = torch.full((rows, 2), 90)
-    settings = SpeculationConfig(num_speculative_tokens=8)
+    settings = SpeculationConfig(num_speculative_tokens=8, tree=tree)
     policy = unbounded(acceptance or AcceptanceEstimator())
     context = DraftContext(target(), ids, torch.ones_like(ids), None, settings, lambda x: x, False, policy=policy)
     return cast(HybridDrafter, speculator.drafter(context))
@@ -214,6 +216,16 @@ def test_a_draft_that_no_row_wants_is_not_asked_but_told_later() -> None:
     proposal = drafter.propose(news([[70], [71]]), 4)
     assert (fixed.asked, fixed.read) == (1, 16)
     assert paths_of(proposal, 1)[-1] == (50, 51, 52)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("draft_tokens", "depth"), [(None, 7), (2, 2)])
+def test_a_static_tree_is_drafted_as_deep_as_it_was_given(draft_tokens: int | None, depth: int) -> None:
+    speculator = hybrid(VanillaSpeculator(draft()), draft_tokens=draft_tokens)
+    tree = [(1,), *[(0,) * length for length in range(1, 8)]]
+    proposal = begin(speculator, 2, tree=tree).propose(news([[70], [71]]), 7)
+    assert proposal.max_depth == depth
+    assert sorted(map(len, paths_of(proposal, 0))) == [1, *range(1, depth + 1)]
 
 
 def test_acceptance_decides() -> None:

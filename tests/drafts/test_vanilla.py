@@ -263,6 +263,22 @@ def test_a_row_that_is_ahead_of_longer_ones_may_reach_the_end_first(name: str, g
     assert found == [min(4, max(0, room)) for room in left]
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["gpt2", "opt"])
+@pytest.mark.parametrize("counts", [[1, 1, 12], [2, 3, 17]])
+def test_padding_of_a_long_row_stays_within_the_table_of_positions(name: str, counts: list[int]) -> None:
+    """What many plain steps wrote is read in one block, as wide as the row has it that went on the fastest."""
+    draft = build(name, **{TABLES[name]: 24})
+    drafter, _ = start(draft, SpeculationConfig(num_speculative_tokens=4))
+    tokens = torch.randint(3, 99, (3, max(counts)), generator=torch.Generator().manual_seed(0))
+    one = AcceptedTokens(tokens[:, :1], torch.ones(3, dtype=torch.long))
+    assert drafter.propose(one, limit=4).max_depth > 0
+    for _ in range(2):  # it does not come back: it has missed tokens
+        found = drafter.propose(AcceptedTokens(tokens, torch.tensor(counts)), limit=4)
+        assert (found.max_depth, found.tokens.tolist()) == (0, [[int(tokens[i, n - 1])] for i, n in enumerate(counts)])
+        counts = [1, 1, 1]
+
+
 def test_a_draft_with_another_vocabulary_is_refused() -> None:
     with pytest.raises(ValueError, match="'ngram'"):
         VanillaSpeculator(build("llama", vocab_size=64)).check(build("llama"))

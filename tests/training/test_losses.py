@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from golden import GOLDENS, SPECULATORS, load_draft, outputs
 from safetensors.torch import load_file
 from torch import Tensor
+from torch.nn.functional import binary_cross_entropy_with_logits
 
 from hf_spec.training.losses import ChunkedLoss, counted_positions, position_weights
 from hf_spec.unroll.feedback import outputs as unroll_outputs
@@ -216,6 +218,26 @@ def test_chunks_give_the_loss_and_gradients_of_single_positions(objective: Any, 
         torch.autograd.grad(3 * loss, learned), torch.autograd.grad(3 * expected, learned), strict=True
     ):
         torch.testing.assert_close(one, other, atol=1e-6, rtol=1e-4)
+
+
+@pytest.mark.parametrize("chunk", [3, 512])
+def test_a_confidence_is_weighted_by_the_decay_alone(chunk: int) -> None:
+    """As the speculators library does: D-PACE weights are for what a draft says, not for how sure it is."""
+    given = random_batch()
+    asked = torch.randn(given["states"][0].shape[-1], generator=torch.Generator().manual_seed(1))
+    chunked_loss = ChunkedLoss(
+        lambda step, states: states @ given["draft_head"].T,
+        lambda hidden: hidden @ given["target_head"].T,
+        given["ids"],
+        chunk=chunk,
+        smoothing=0.5,
+    )
+    batch = given["states"], given["hidden"], given["weights"]
+    alone, metrics = chunked_loss.compute(*batch)
+    both, _ = replace(chunked_loss, confidence=lambda states: states @ asked, confidence_weight=0.7).compute(*batch)
+    said = torch.stack([states @ asked for states in given["states"]])
+    wrong = binary_cross_entropy_with_logits(said, metrics.overlap, reduction="none")
+    torch.testing.assert_close(both - alone, 0.7 * (wrong * given["weights"]).sum())
 
 
 def test_overlap_is_how_often_a_drawn_guess_is_accepted() -> None:

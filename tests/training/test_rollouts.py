@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import runpy
 import sys
+from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from hf_spec import DraftContext, Drafter, NgramSpeculator, SpeculationConfig, d
 from hf_spec.defaults import stored_for
 from hf_spec.drafts.base import network_of
 from hf_spec.training import DraftTrainer, DraftTrainingArguments, RolloutCallback, train_on
+from hf_spec.training.rollouts import _Recording
 
 PROMPTS = ["Once upon a time", "Tom and Lily", "The sun was", "One day, a cat"]
 
@@ -95,6 +97,14 @@ def test_features_are_those_of_the_weights() -> None:
         torch.testing.assert_close(seen[step].features[counted], wanted[counted], rtol=1e-4, atol=1e-4)
         learn(model, step)
     assert not torch.allclose(seen[0].features, seen[1].features, atol=1e-2)
+
+
+def test_texts_with_placeholders_are_learnt_but_not_trained_on() -> None:
+    history, texts = NgramSpeculator(history_size=99), deque[list[int]]()
+    _Recording(history, texts, (None, None)).learn([[5, 6], [-1, -1, 7], (8, 9)])
+    assert list(texts) == [[5, 6], [8, 9]]
+    assert history.history is not None
+    assert history.history.tokens() == [5, 6, -1, -1, -1, 7, -1, 8, 9, -1]
 
 
 # -- a trainer of TRL -------------------------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ from hf_spec.drafts.eagle3.configuration import Eagle3SpeculatorConfig
 from hf_spec.drafts.medusa.configuration import MedusaSpeculatorConfig
 from hf_spec.drafts.modeling import DraftModel
 from hf_spec.drafts.mtp.configuration import MTPSpeculatorConfig
+from hf_spec.drafts.peagle.configuration import PEagleSpeculatorConfig
 from hf_spec.scoring.names import CACHE
 from hf_spec.training import DraftTrainer, DraftTrainingArguments, new_draft
 from hf_spec.training.teacher import Reader, separates_documents
@@ -140,6 +141,31 @@ def test_all_that_is_trained_changes_and_nothing_else(freeze: bool, make: Any, t
     assert all(parameter.grad is None for parameter in target.parameters())
     for name, tensor in [*draft.state_dict().items(), *_named(target)]:
         assert torch.equal(tensor, before[name]) == (name in fixed or name.startswith("target.")), name
+
+
+UNREAD = {"norm_before_lm_head": False}
+
+
+@pytest.mark.parametrize(
+    ("kind", "flags", "steps"),
+    [
+        (Eagle3SpeculatorConfig, UNREAD, 2),
+        (Eagle3SpeculatorConfig, UNREAD | {"norm_output": True}, 2),
+        (Eagle3SpeculatorConfig, UNREAD | {"norm_output": True}, 1),
+        (PEagleSpeculatorConfig, UNREAD | {"norm_output": True, "mask_token_id": 0}, 2),
+        (PEagleSpeculatorConfig, {"mask_token_id": 0}, 1),
+    ],
+)
+def test_all_that_is_trained_gets_a_gradient(kind: Any, flags: dict[str, Any], steps: int, tmp_path: Path) -> None:
+    """Or distributed training is told: it would else end with an error in its second step."""
+    target = sharp_target()
+    draft = new_draft(kind.for_target(target.config, **flags), target)
+    args = arguments(tmp_path, unroll_steps=steps)
+    trainer = DraftTrainer(draft, target, args, train_dataset=text())
+    trainer.compute_loss(draft.train(), trainer.data_collator([*text()][:2])).backward()
+    missing = [name for name, weight in draft.named_parameters() if weight.requires_grad and weight.grad is None]
+    assert bool(missing) <= bool(args.ddp_find_unused_parameters)
+    assert args.ddp_find_unused_parameters == (steps == 1)
 
 
 def _named(target: Any) -> list[tuple[str, torch.Tensor]]:

@@ -475,6 +475,21 @@ def test_answers_are_not_added_to_those_of_another_origin(
         regenerate([CHAT] * 3, output=path, **given)
 
 
+def test_a_kill_leaves_no_half_of_what_answers_were_made_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def killed(*args: Any) -> None:
+        raise KeyboardInterrupt
+
+    given: dict[str, Any] = {"target": tiny_target(vocab_size=len(tokenizer())), "tokenizer": tokenizer()}
+    given |= {"output": tmp_path / "answers.jsonl", "max_new_tokens": 4, "progress": False}
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "replace", killed)
+        with pytest.raises(KeyboardInterrupt):
+            regenerate([CHAT], **given)
+    assert not Path(f"{given['output']}.made_from.json").exists()
+    regenerate([CHAT], **given)
+    assert json.loads(Path(f"{given['output']}.made_from.json").read_text())
+
+
 def test_an_answer_that_was_cut_off_is_marked(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     logging.getLogger("transformers").propagate = True
     target, words = tiny_target(vocab_size=len(tokenizer())), tokenizer()

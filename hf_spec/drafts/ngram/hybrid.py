@@ -36,8 +36,8 @@ class HybridSpeculator(Speculator):
     Args:
         draft: whatever ``generate`` takes as ``speculator``, but for ``"ngram"``.
         history: a ``NgramSpeculator(history_size=...)``; by default one of 100,000 tokens.
-        draft_tokens: the longest draft of ``draft``, by default the number it has alone. Only
-            ``num_speculative_tokens`` bounds the history.
+        draft_tokens: the longest draft of ``draft``, by default the number it has alone, and all of a static tree.
+            Only ``num_speculative_tokens`` bounds the history.
 
     Raises:
         ValueError, TypeError: for values outside these.
@@ -141,6 +141,12 @@ class HybridSpeculator(Speculator):
         own = self.draft_tokens or self._draft.defaults().num_speculative_tokens
         return own if isinstance(own, int) else DEFAULT_NUM_SPECULATIVE_TOKENS
 
+    def depth_for(self, config: SpeculationConfig) -> int:
+        """Return the draft model's longest draft in a call: all of a static tree that a user gave."""
+        if self.draft_tokens is None and not isinstance(config.tree, str | None):
+            return max(map(len, config.tree))
+        return self.draft_depth
+
     def _drafts_own(self, config: SpeculationConfig) -> SpeculationConfig:
         count = config.num_speculative_tokens
         if not isinstance(count, int) or not isinstance(config.tree, str | None):
@@ -159,7 +165,8 @@ class HybridDrafter(Drafter):
 
     def __init__(self, speculator: HybridSpeculator, request: DraftContext) -> None:
         self._rows = speculator.history.texts(request).rows()
-        self._draft, self._draft_depth = speculator.start_draft(request), speculator.draft_depth
+        self._draft = speculator.start_draft(request)
+        self._draft_depth = speculator.depth_for(request.config)
         self._min_token_prob, self._policy = speculator.history.min_token_prob, request.policy
         self._calibration = request.policy.acceptance.calibration[DraftSource.NGRAM]
         self._begun = False  # the draft has drafted

@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from ...device_tensors import to_device, to_list
 from ...policy.base import DraftSource, Estimate
 from ...proposal import NO_PARENT, PAD_NODE, Proposal
+from ...scoring.plain import scored_vocabulary
 from ...settings import SpeculationConfig, is_int
 from ..base import AcceptedTokens, DraftContext, Drafter, Speculator
 from .beginnings import beginnings
@@ -128,7 +129,7 @@ class NgramSpeculator(Speculator):
                 "tree='sampled' samples from a draft's distribution, and n-grams have none: "
                 "use tree='dynamic', a list of paths, or None for a chain"
             )
-        vocabulary = target.config.get_text_config(decoder=True).vocab_size
+        vocabulary = scored_vocabulary(target)
         if self._largest >= vocabulary:
             raise ValueError(
                 f"the corpus holds token {self._largest} and the target knows {vocabulary} tokens: they were made by "

@@ -18,7 +18,7 @@ from transformers import initialization as init
 
 from ...proposal import Proposal
 from ..autoregressive import pairs_of_prompt
-from ..base import AcceptedTokens, DraftContext, Drafter, draft_log_probs
+from ..base import LAST_LOGITS_FROM, AcceptedTokens, DraftContext, Drafter, draft_log_probs
 from ..draft_kv import DraftKV, StaticDraftKV
 from ..files import Checkpoint
 from ..fusing import FusingDraftModel
@@ -44,17 +44,33 @@ class PEagleDrafter(StaticDrafter):
         self._kv.read_prompt(tokens, mask, features=features.to(draft.dtype))
 
     def grow_proposal(self, accepted: AcceptedTokens, limit: int, prepared: PreparedDraft | None = None) -> Proposal:
+        more, is_long = max(0, limit - 1), accepted.tokens.shape[1] > LAST_LOGITS_FROM
+        logits = self._read_much(accepted, more) if is_long and not self._static else self._read(accepted, more)
+        log_probs = draft_log_probs(self._draft, self._request, logits)  # (batch, depths, vocabulary)
+        return grow_at_once(accepted.root, log_probs, self._request.config, limit, self._request.sample, prepared)
+
+    def _read(self, accepted: AcceptedTokens, more: int) -> Tensor:
+        """Read accepted tokens and ``more`` masks: logits (batch, 1 + more, draft vocabulary) of root and masks."""
         assert accepted.features is not None
-        width, more, device = accepted.tokens.shape[1], max(0, limit - 1), self._draft.device
+        width, device = accepted.tokens.shape[1], self._draft.device
         tokens, given = self._draft.with_masks(accepted.tokens, accepted.features, more)
         is_chain = len(accepted.counts) == 1 and not self._static  # nothing is padded
         seen = ancestors_after(accepted.counts, width, more) if more and not is_chain else None
         logits, _ = self._kv.opened().read(tokens, accepted, seen, features=given)
         later = torch.arange(width, width + more, device=device).expand(len(accepted.counts), -1)
         speaking = torch.cat([accepted.counts[:, None] - 1, later], dim=1)  # (batch, depths): root, masks
-        logits = logits.gather(1, speaking[:, :, None].expand(-1, -1, logits.shape[-1]))
-        log_probs = draft_log_probs(self._draft, self._request, logits)  # (batch, depths, vocabulary)
-        return grow_at_once(accepted.root, log_probs, self._request.config, limit, self._request.sample, prepared)
+        return cast(Tensor, logits.gather(1, speaking[:, :, None].expand(-1, -1, logits.shape[-1])))
+
+    def _read_much(self, accepted: AcceptedTokens, more: int) -> Tensor:
+        """Read the tokens of many plain steps, of which no logits are needed, and then the masks."""
+        assert accepted.features is not None
+        width = accepted.tokens.shape[1]
+        tokens, given = self._draft.with_masks(accepted.tokens, accepted.features, more)
+        logits, _ = self._kv.read_last(accepted.tokens, accepted, features=given[:, :width])
+        if not more:
+            return logits
+        later, _ = self._kv.run(tokens[:, width:], None, None, features=given[:, width:])
+        return torch.cat([logits, later], dim=1)
 
     def read(self, accepted: AcceptedTokens) -> None:
         assert accepted.features is not None
@@ -84,6 +100,7 @@ class PEagleDraftModel(FusingDraftModel):
     formats = FORMATS
     vllm_method = "eagle3"
     drafter_class = PEagleDrafter
+    _feeds_back = False
 
     def __init__(self, config: PEagleSpeculatorConfig) -> None:
         super().__init__(config)

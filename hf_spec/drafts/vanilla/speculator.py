@@ -15,7 +15,7 @@ from ...scoring.architectures import arguments_of, cross_attends, drops_cache, w
 from ...scoring.factory import runner_for
 from ...scoring.plain import input_device, new_cache, position_limit
 from ...settings import SpeculationConfig
-from ..base import AcceptedTokens, DraftContext, Drafter, Speculator
+from ..base import LAST_LOGITS_FROM, AcceptedTokens, DraftContext, Drafter, Speculator
 from ..encoders import encoder_width, shares_encoder
 from ..static import CompiledDrafter, not_compiled
 from ..trees import grow
@@ -24,8 +24,6 @@ from .vocabulary_padding import VocabularyPadding, vocabulary_of
 
 # Vocabularies of one family are padded to different sizes (Qwen: 151,936 and 152,064), by less than this.
 MOST_PADDING = 512
-# Longer inputs compute only the logits that are asked for; in tokens.
-LAST_LOGITS_FROM = 16
 # How to pass a draft whose tokenizer is not the target's.
 OTHER_TOKENIZERS = "generate(..., speculator=draft, tokenizer=tokenizer, assistant_tokenizer=the draft's tokenizer)"
 
@@ -112,7 +110,8 @@ def _states(model: PreTrainedModel, request: DraftContext) -> dict[str, Any] | N
 class VanillaDrafter(Drafter):
     """The state of a draft model in one call: its own slots, next to the target's.
 
-    A draft whose table of positions ends before the text ends drafts no further.
+    A draft whose table of positions ends before the text ends drafts no further. It may end earlier in a batch, where
+    the longest row is read next to rows with more new tokens.
     """
 
     def __init__(self, model: PreTrainedModel, request: DraftContext) -> None:
@@ -143,14 +142,14 @@ class VanillaDrafter(Drafter):
         if (positions_left := self._positions_left) is not None:
             self._reads = self._reads and positions_left > 0  # a drafter that missed tokens cannot continue
             limit = min(limit, positions_left)
-        if not self._reads:
+        logits = self._read(self._padding.readable(tokens), counts, accepted.amounts) if self._reads else None
+        if logits is None:
+            self._reads = False
             logger.warning_once(
                 f"the draft has positions for {self._limit} tokens only: longer text is decoded by plain steps"
             )
             return Proposal.nothing(root).to(accepted.tokens.device)
-        log_probs = self._padding.log_probs(
-            self._read(self._padding.readable(tokens), counts, accepted.amounts), self._device
-        )
+        log_probs = self._padding.log_probs(logits, self._device)
         self._last_draft = []
         request = self._request
         proposal = grow(
@@ -168,11 +167,11 @@ class VanillaDrafter(Drafter):
         self._last_draft.append((tokens, parents))
         return self._padding.log_probs(self._runner.extend(tokens, ancestors, depth - 1).logits, self._device)
 
-    def _read(self, tokens: Tensor, counts: Tensor, amounts: list[int]) -> Tensor:
+    def _read(self, tokens: Tensor, counts: Tensor, amounts: list[int]) -> Tensor | None:
         """Commit ``tokens`` (batch, m) and return the logits after each row's last one (batch, vocabulary).
 
         ``counts`` (batch,), or ``amounts``, of them count. Accepted draft tokens are in its cache already;
-        only what follows them is read.
+        only what follows them is read. ``None``: the table of positions is too short for that.
         """
         if not self._last_draft or tokens.shape[1] == 1:
             self._runner.commit(tokens[:, :0], [0] * len(tokens), in_place=True)
@@ -187,7 +186,12 @@ class VanillaDrafter(Drafter):
         block = tokens.gather(1, column.clamp(max=tokens.shape[1] - 1))  # (batch, width), right-padded
         return self._read_on(block, counts - matched, rest)
 
-    def _read_on(self, tokens: Tensor, counts: Tensor, amounts: list[int]) -> Tensor:
+    def _read_on(self, tokens: Tensor, counts: Tensor, amounts: list[int]) -> Tensor | None:
+        if self._limit is not None:
+            # A long row that has few new tokens is padded beyond its end, to as many as another row has.
+            starts = [length - new for length, new in zip(self._lengths, amounts, strict=True)]
+            if max(starts) + tokens.shape[1] > self._limit:
+                return None
         if tokens.shape[1] > LAST_LOGITS_FROM:
             return self._read_much(tokens, counts, amounts)
         logits = self._runner.extend(tokens).logits
