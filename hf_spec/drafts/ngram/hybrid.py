@@ -29,9 +29,9 @@ class HybridSpeculator(Speculator):
 
     In chains each sequence takes the draft tokens of which more are expected to be accepted. For the history that
     follows from their probabilities, for the draft from its latest acceptance. A draft that no sequence wants is not
-    asked. In trees the most probable draft tokens of the history join the draft's as branches, in addition to
-    ``num_tree_tokens``. Every draft token is verified as what it is, sampled or copied. So the text has the target's
-    distribution.
+    asked. In continuous batching it reads what it missed when another request joins. In trees the most probable draft
+    tokens of the history join the draft's as branches, in addition to ``num_tree_tokens``. Every draft token is
+    verified as what it is, sampled or copied. So the text has the target's distribution.
 
     Args:
         draft: whatever ``generate`` takes as ``speculator``, but for ``"ngram"``.
