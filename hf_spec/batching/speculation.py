@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from ..decode.draft_length import Situation, draft_length_policy
 from ..drafts.base import AcceptedTokens, DraftContext, Drafter, Speculator, ask
+from ..drafts.ngram.beginnings import without_placeholders
 from ..invariance.mode import is_invariant
 from ..metrics import Counts, SpeculationStats
 from ..parallel import ModelParallelGroup
@@ -181,7 +182,7 @@ class Speculation:
     def learn_ended(self) -> None:
         """Learn the texts that ``learn_later`` was told of."""
         while self._ended:
-            self.speculator.learn([self._ended.popleft()])
+            self.speculator.learn(without_placeholders([self._ended.popleft()], self.model))
 
     @property
     def draft_slots(self) -> int:
