@@ -76,9 +76,19 @@ def default_speculator(
 def _stored_for_call(model: Any) -> tuple[Speculator, SpeculationConfig | None] | None:
     if model in _stored:
         return _stored[model]
-    # BLIP-2 and a few others call ``generate`` of a model inside.
-    outer = (known for one, known in list(_stored.items()) if any(inner is model for inner in one.modules()))
+    # BLIP-2 and a few others call ``generate`` of their language model. Talkers and depth decoders write no text.
+    text = _kind_of_text(model)
+    outer = (
+        known
+        for one, known in list(_stored.items())
+        if _kind_of_text(one) == text and any(inner is model for inner in one.modules())
+    )
     return next(outer, None)
+
+
+def _kind_of_text(model: Any) -> tuple[Any, Any]:
+    config = model.config.get_text_config(decoder=True)
+    return config.model_type, getattr(config, "vocab_size", None)
 
 
 def _named_in(config: GenerationConfig | None) -> Any:

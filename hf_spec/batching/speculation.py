@@ -153,8 +153,10 @@ class Speculation:
         """Return the state of a request; a restarted one keeps only its statistics."""
         row = self._rows.get(name)
         if row is None or row.request is not request:
-            own = self._aside.pop(name, None) or SpeculationStats(1)
-            row = Row(name, request, own if row is None else row.stats)
+            known = self._aside.pop(name, None) if row is None else row.stats
+            if known is None or not getattr(request, "_true_initial_tokens", 0):  # not the id of one that has ended
+                known = SpeculationStats(1)
+            row = Row(name, request, known)
             self._rows[name] = row
         return row
 

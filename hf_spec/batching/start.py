@@ -27,6 +27,7 @@ from .speculation import Speculation
 SIZES = ("page_size", "num_blocks", "max_batch_tokens", "max_memory_percent", "max_requests_per_batch", "block_size")
 
 _engines: WeakKeyDictionary[PreTrainedModel, WeakSet[ContinuousBatchingManager]] = WeakKeyDictionary()
+FEWEST = 64  # requests that an engine decodes at once, if there is memory: each takes a row of logits in float32
 
 
 def make_manager(
@@ -53,8 +54,9 @@ def make_manager(
         refuse_batch(model, settings, found, speculator, workload_hints)
         speculator.check(model, found)
     given = sized(model, batching_config, workload_hints)
-    # transformers would take the number of this call's requests, and a later call of a kept engine may have more.
-    given.max_requests_per_batch = given.max_requests_per_batch or AT_ONCE
+    if workload_hints is not None and workload_hints.num_requests > 0 and given.max_requests_per_batch is None:
+        # transformers would take the number of this call's requests, and a later call of a kept engine may have more.
+        given.max_requests_per_batch = min(AT_ONCE, max(FEWEST, workload_hints.num_requests))
     if found.tree is not None:  # transformers would switch to flash attention, which takes no tree mask
         given.auto_switch_to_flash = False
     is_default_size = batching_config is None or batching_config.num_blocks is None

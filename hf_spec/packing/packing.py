@@ -120,7 +120,7 @@ def packed(*models: Any, force: bool = False) -> Iterator[Packing]:
         with lock:
             for storage in storages:
                 storage.contexts -= 1
-                if not (storage.contexts or storage.lasting):
+                if storage.contexts <= 0 and not storage.lasting:
                     storage.unpack()
 
 

@@ -229,7 +229,7 @@ class PackedWeight(Tensor):
 
     def detach(self) -> Any:
         """Return the values without gradients; in graphs, which record none, this object."""
-        return self if torch.compiler.is_compiling() else super().detach()
+        return self if torch.compiler.is_dynamo_compiling() else super().detach()
 
     def is_like(self, weight: Tensor) -> bool:
         """Tell whether ``weight`` has the same shape and dtype."""

@@ -299,10 +299,11 @@ def has_states(cache: object) -> bool:
 
 def holds_tokens(cache: object) -> bool:
     """Tell whether some layer of transformers' ``cache`` has read tokens."""
-    layers = getattr(text_cache(cache), "layers", ())
+    layers: Sequence[Any] = getattr(text_cache(cache), "layers", ())
     return any(
-        layer.get_seq_length() > 0 if isinstance(layer, CacheLayerMixin) else any(layer.has_previous_state.values())
-        for layer in layers
+        (isinstance(layer, CacheLayerMixin) and layer.get_seq_length() > 0)
+        or (keeps_state(layer) and any(layer.has_previous_state.values()))
+        for layer in layers  # some hold nothing of their own: they share the keys of others, or are experts
     )
 
 

@@ -37,18 +37,22 @@ def precision(model: PreTrainedModel) -> torch.dtype:
     accelerate's autocast is inside of the forward that it puts in the place of the model's own.
     """
     kind = input_device(model).type
-    if "forward" in vars(model) and (inside := _autocast_inside(model.forward, kind)) is not None:
-        return inside
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else model.dtype
+    around = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else model.dtype
+    if "forward" not in vars(model):
+        return around
+    return _autocast_inside(model.forward, kind, model.dtype) or around
 
 
-def _autocast_inside(function: Any, kind: str) -> torch.dtype | None:
-    """Return the dtype of the innermost torch.autocast for a device of ``kind`` that decorates ``function``."""
+def _autocast_inside(function: Any, kind: str, own: torch.dtype) -> torch.dtype | None:
+    """Return the dtype of the innermost torch.autocast for a device of ``kind`` that decorates ``function``.
+
+    It is the ``own`` dtype of the weights where that autocast is disabled.
+    """
     found = None
     while function is not None:
         cells = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
         for context in (one for one in cells if isinstance(one, torch.autocast) and one.device == kind):
-            found = context.fast_dtype if context._enabled else torch.float32
+            found = context.fast_dtype if context._enabled else own
         function = getattr(function, "__wrapped__", None)
     return found
 

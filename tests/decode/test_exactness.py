@@ -292,8 +292,10 @@ def test_autocast_inside_of_a_forward_counts_as_one_around_it() -> None:
     )
     check_target(model, trees=True)
     mistaken.remove()
-    model.forward = MethodType(torch.autocast("cuda", torch.float16)(type(model).forward), model)
-    assert precision(model) == torch.float32
+    for other in (torch.autocast("cuda", torch.float16), torch.autocast("cpu", torch.bfloat16, enabled=False)):
+        model.forward = MethodType(other(type(model).forward), model)
+        assert precision(model) == torch.float32
+    assert precision(model.to(torch.bfloat16)) == torch.bfloat16
 
 
 @pytest.mark.parametrize("way", ["compile", "forward"])

@@ -221,7 +221,7 @@ def test_a_turn_after_assisted_decoding() -> None:
     assert torch.equal(text, expected)
 
 
-@pytest.mark.parametrize("name", ["mamba", "mamba2"])
+@pytest.mark.parametrize("name", ["mamba", "mamba2", "gemma4_text"])
 def test_embeddings_in_the_place_of_tokens(name: str) -> None:
     model = target(name)
     embeds = model.get_input_embeddings()(prompts(1)["input_ids"]).detach()
