@@ -272,7 +272,8 @@ def test_one_layer_at_a_time_is_in_memory_twice(layout: str) -> None:
     )
     assert run.returncode == 0, run.stderr
     peak, rest = map(float, run.stdout.split())
-    assert peak < 64 and rest < 24, run.stdout
+    # All layers twice would be 192 MiB more, or 96 as float16. What is freed is not always given back at once.
+    assert peak < 88 and rest < 40, run.stdout
 
 
 # -- tied embeddings and the layout -----------------------------------------------------------------------------------
