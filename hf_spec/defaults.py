@@ -77,11 +77,10 @@ def _stored_for_call(model: Any) -> tuple[Speculator, SpeculationConfig | None] 
     if model in _stored:
         return _stored[model]
     # BLIP-2 and a few others call ``generate`` of their language model. Talkers and depth decoders write no text.
-    text = _kind_of_text(model)
     outer = (
         known
         for one, known in list(_stored.items())
-        if _kind_of_text(one) == text and any(inner is model for inner in one.modules())
+        if any(inner is model for inner in one.modules()) and _kind_of_text(one) == _kind_of_text(model)
     )
     return next(outer, None)
 

@@ -247,6 +247,17 @@ ARCHITECTURES: dict[str, str] = {
 }
 
 
+# Rotary frequencies of a tiny Llama that change at 10 tokens.
+LONG_ROPE: dict[str, Any] = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "factor": 4.0,
+    "original_max_position_embeddings": 10,
+    "short_factor": [1.0] * 4,
+    "long_factor": [4.0, 8.0, 2.0, 3.0],
+}
+
+
 def names(kind: str = "attention") -> list[str]:
     """List the architectures of one kind: "attention", "recurrent" (any recurrent or convolution state) or "all"."""
     return [name for name, its_kind in ARCHITECTURES.items() if kind in (its_kind, "all")]

@@ -25,9 +25,9 @@ from .speculation import Speculation
 
 # Fields of a ContinuousBatchingConfig that say how large an engine is.
 SIZES = ("page_size", "num_blocks", "max_batch_tokens", "max_memory_percent", "max_requests_per_batch", "block_size")
+FEWEST = 64  # requests that an engine decodes at once, if there is memory: each takes a row of logits in float32
 
 _engines: WeakKeyDictionary[PreTrainedModel, WeakSet[ContinuousBatchingManager]] = WeakKeyDictionary()
-FEWEST = 64  # requests that an engine decodes at once, if there is memory: each takes a row of logits in float32
 
 
 def make_manager(

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from architectures import build
+from architectures import LONG_ROPE, build
 from batches import EOS, batching, flawed, greedy, plain_texts, prompts_of, serve
 from test_distribution_end_to_end import PROMPTS, VANILLA, VOCAB, Lying, distribution, guesser
 from test_distribution_end_to_end import model as tiny
@@ -511,21 +511,12 @@ def test_a_generation_config_sets_the_draft_length(model: PreTrainedModel) -> No
     assert length(greedy()) == 4
 
 
-ROPE = {
-    "rope_type": "longrope",
-    "rope_theta": 1e4,
-    "factor": 4.0,
-    "original_max_position_embeddings": 40,
-    "short_factor": [1.0] * 4,
-    "long_factor": [4.0, 8.0, 2.0, 3.0],
-}
-
-
 @pytest.mark.parametrize("kind", ["dynamic", "longrope"])
 def test_rotary_frequencies_that_all_requests_would_share(kind: str, warned: list[str]) -> None:
     """They are decided by the longest text of a forward."""
+    rope = LONG_ROPE | {"rope_type": kind, "original_max_position_embeddings": 40}
     logging.warning_once.cache_clear()
-    model = build("llama", rope_parameters=ROPE | {"rope_type": kind}, max_position_embeddings=40)
+    model = build("llama", rope_parameters=rope, max_position_embeddings=40)
     prompts = [PROMPT_LIST[0], [*range(10, 23)]]
     options = {"warmup": False, "speculator": "ngram"}
     outputs = model.generate_batch(prompts, greedy(), batching(2), **options)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate import cpu_offload
-from architectures import build, prompts
+from architectures import LONG_ROPE, build, prompts
 from groups import run_two
 from tokenizers import Tokenizer, models
 from torch import nn
@@ -263,16 +263,6 @@ def test_rotary_frequencies_that_change_with_the_length(kind: str, prompt: str) 
         inputs = {"input_ids": INPUTS["input_ids"][:, -1:], "past_key_values": DynamicCache(config=model.config)}
         inputs["past_key_values"].update(torch.zeros(2, 2, 12, 8), torch.zeros(2, 2, 12, 8), 0)
     refuse(f"rope_type='{kind}'", "at most 7 new tokens", model, max_new_tokens=8, **inputs)
-
-
-LONG_ROPE = {
-    "rope_type": "longrope",
-    "rope_theta": 1e4,
-    "factor": 4.0,
-    "original_max_position_embeddings": 10,
-    "short_factor": [1.0] * 4,
-    "long_factor": [4.0, 8.0, 2.0, 3.0],
-}
 
 
 def test_rows_on_both_sides_of_the_length_where_frequencies_change() -> None:
