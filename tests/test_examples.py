@@ -482,6 +482,14 @@ def test_speeds_are_divided_by_plain_of_the_same_conditions() -> None:
     assert [found[title]["same_text"] for title in seconds] == [True, True, True, False]
 
 
+def test_turns_that_waited_for_a_compiler_are_left_out() -> None:
+    names = runpy.run_path(str(ROOT / "examples" / "engine_speed.py"))
+    run = {"target": 0.5, "draft": 0.25, "tokens": [[1, 2]], "accepted_length": None}
+    turns = [{"compiled: plain": run | {"seconds": seconds}} for seconds in (84.0, 1.0, 2.0)]
+    (found,) = names["rows_of"]({"turns": turns})
+    assert found["tokens_per_second"] == 2 / 1.5
+
+
 def test_steps_are_counted_as_vllm_counts_them() -> None:
     """Steps that begin before the end of a text count whole; the first token belongs to no step."""
     names = runpy.run_path(str(ROOT / "examples" / "engines" / "compare.py"))

@@ -59,6 +59,7 @@ def start(settings: dict[str, Any]) -> tuple[dict[str, Any], Answer]:
         dtype=settings.get("dtype", "float32"),
         max_model_len=settings.get("max_model_len"),
         max_num_seqs=settings.get("max_num_seqs", 8),
+        max_num_batched_tokens=settings.get("max_num_batched_tokens"),  # it also warms up with as many
         enforce_eager=settings.get("enforce_eager", False),
         enable_prefix_caching=False,
         disable_log_stats=False,
