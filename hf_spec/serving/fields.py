@@ -215,7 +215,7 @@ FIELDS: Fields = {
         "a list of messages that have a role, a text or a list of typed parts as content, and calls of tools with a "
         "name and an object as arguments",
     ),
-    "prompt": (is_text, "a text"),
+    "prompt": (is_text, "a text, or a list of one text; send a request for each prompt"),
     "input": (
         _is_input,
         f"a text, a list of items that begins with a message, or a list of parts ({', '.join(INPUT_PARTS)})",

@@ -30,8 +30,8 @@ class Policy:
         max_request_mib: largest body of a request, in MiB.
         shutdown_seconds: how long texts may go on when the server is shut down.
         api_key: what clients have to send as ``Authorization: Bearer KEY``, except for ``/health``.
-        media_hosts: ``HOST`` or ``HOST:PORT`` from which images, sounds and videos are fetched; none: only what the
-            request itself holds, as a ``data:`` URL.
+        media_hosts: ``HOST`` or ``HOST:PORT`` from which images and sounds are fetched; none: only what the request
+            itself holds, as a ``data:`` URL.
         docs: answer ``/docs``, ``/redoc`` and ``/openapi.json``.
         admin: answer ``/reset`` and ``/load_model``.
         per_request_spec_decode_metrics: "summary" adds acceptance to each answer, "none" does not.

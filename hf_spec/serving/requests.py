@@ -65,8 +65,12 @@ def _fill_in(body: dict[str, Any], needs: str | None) -> None:
     """Read a request as OpenAI's API does where transformers' server does not."""
     for name in [name for name, value in body.items() if value is None]:
         del body[name]  # which transformers' server would take for a value of some fields
-    if body.get("stop") == []:
-        del body["stop"]
+    for name, empty in (("stop", []), ("logit_bias", {})):
+        if body.get(name) == empty:
+            del body[name]
+    prompt = body.get("prompt")
+    if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str):
+        body["prompt"] = prompt[0]
     if body.get("tool_choice") == "none":
         body.pop("tools", None)
     if needs == "input":  # /v1/responses, which transformers' server streams unless told otherwise

@@ -15,7 +15,7 @@ from fastapi import FastAPI, HTTPException
 from fastapi.responses import JSONResponse
 from transformers import PreTrainedModel
 from transformers.cli.serve import Serve
-from transformers.cli.serving.utils import split_model_id
+from transformers.cli.serving.utils import Modality, split_model_id
 
 from ..batching.refusals import refuse_batch
 from ..checkpoints.resolve import as_speculator
@@ -74,6 +74,7 @@ class Server(Serve):
         """Add speculation, checks and metrics to the server that transformers has built, and start it."""
         models: Any = self._model_manager
         (loaded,) = models.loaded_models.values()
+        self._refuse_target(loaded.model)
         self._set_speculator(loaded.model)
         # The model may be loaded again, after POST /reset.
         models._load_model = _then(self._set_speculator, models._load_model)
@@ -92,6 +93,23 @@ class Server(Serve):
             super().start_server()  # type: ignore[no-untyped-call]
         else:
             self._run()
+
+    def _refuse_target(self, model: PreTrainedModel) -> None:
+        """Raise a ValueError for a target whose requests would all fail."""
+        models: Any = self._model_manager
+        encodes, batched = model.config.is_encoder_decoder, self._generation_state._continuous_batching
+        if encodes and not self._hears():
+            raise ValueError(
+                f"{models.force_model!r} is an encoder-decoder model that hears nothing, and the server answers for "
+                "decoder-only models and for speech: call its generate(..., speculator=...) in Python"
+            )
+        if encodes or not batched:
+            return
+        if models.get_model_modality(model, processor=self._processor()) is not Modality.LLM:
+            raise ValueError(  # transformers would give each request to a manager of its own, without batches
+                f"{models.force_model!r} reads pictures or sounds, and transformers' server batches requests of text "
+                "models alone: start it without --continuous-batching"
+            )
 
     def _prepare_outside(self) -> None:
         """Check and prepare requests outside the event loop."""
@@ -119,8 +137,7 @@ class Server(Serve):
         if batched:
             systemone.handle_request = not_batched
         target, transcribes = cast(Any, self._model_manager).force_model, cast(Any, self._transcription_handler)
-        hears = hasattr(self._processor(), "feature_extractor")
-        transcribes.handle_request = only_speech(target, transcribes.handle_request, hears)
+        transcribes.handle_request = only_speech(target, transcribes.handle_request, self._hears())
 
     def _fetching_before(self, handle: Callable[..., Any], check: Callable[[dict[str, Any]], None]) -> Any:
         """Fetch pictures and sounds of requests, which are checked before, in threads of their own.
@@ -144,6 +161,9 @@ class Server(Serve):
     def _processor(self) -> Any:
         (loaded,) = self._model_manager.loaded_models.values()
         return loaded.processor
+
+    def _hears(self) -> bool:
+        return hasattr(self._processor(), "feature_extractor")
 
     async def _reset_in_turn(self) -> JSONResponse:
         await self.preparer.call(self._reset)  # between two requests, so that none is left without its model

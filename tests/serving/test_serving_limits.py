@@ -14,10 +14,12 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
+import encoder_decoders
 import pytest
+import speech
 from fastapi import HTTPException
 from servers import BATCHES, PROMPTS, TARGET, Client, plain, serving, until
-from transformers import GenerationConfig
+from transformers import AutoTokenizer, GenerationConfig
 from twins import target
 
 from hf_spec.serving import batched as batched_module
@@ -335,6 +337,17 @@ def test_a_model_of_texts_transcribes_nothing(client):
     refused(client, "v1/audio/transcriptions", {}, "no model of speech")
     client.post("reset", {})  # after which no model is loaded
     refused(client, "v1/audio/transcriptions", {}, "no model of speech")
+
+
+def test_encoder_decoder_models_are_served_if_they_hear(tmp_path):
+    encoder_decoders.build("t5", vocab_size=2048).save_pretrained(tmp_path / "t5")
+    AutoTokenizer.from_pretrained(TARGET).save_pretrained(tmp_path / "t5")
+    told = "is an encoder-decoder model that hears nothing, .*in Python"
+    with pytest.raises(ValueError, match=told), serving("ngram", target=str(tmp_path / "t5")):
+        pass
+    speech.save(speech.whisper(), tmp_path / "whisper")
+    with serving("ngram", target=str(tmp_path / "whisper")):
+        pass
 
 
 # -- POST /reset ------------------------------------------------------------------------------------------------------

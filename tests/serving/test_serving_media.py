@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import pytest
 from fastapi import HTTPException
 from PIL import Image
-from servers import PROMPTS, plain, serving, target, until
+from servers import BATCHES, PROMPTS, plain, serving, target, until
 from transformers import (
     AutoTokenizer,
     CLIPVisionConfig,
@@ -280,3 +280,6 @@ def test_a_target_that_sees_gets_what_the_request_holds(tmp_path):
             assert said.startswith(stopped) and (len(stopped) < len(said)) == ends and stopped
         assert client.post("v1/chat/completions", {**body, **chat("data:image/png;base64,AAAA")})[0] == 400
         assert client.post("v1/chat/completions", {**body, **chat(str(tmp_path / "x.png"))})[0] == 400
+    told = "reads pictures or sounds, .*start it without --continuous-batching"
+    with pytest.raises(ValueError, match=told), serving("ngram", target=str(tmp_path), **BATCHES):
+        pass

@@ -74,11 +74,15 @@ def test_null_is_as_if_left_out(client, path):
 
 
 def test_fields_are_read_as_clients_of_openai_mean_them(client):
-    """An empty list of stop strings stops nowhere, and a response that does not ask for a stream is none."""
+    """A list of one prompt is a prompt, an empty list of stop strings stops nowhere, and a stream is asked for."""
     status, answer = client.post(
-        "v1/completions", {"prompt": PROMPTS[0], "max_tokens": 5, "temperature": 0, "stop": []}
+        "v1/completions", {"prompt": [PROMPTS[0]], "max_tokens": 5, "temperature": 0, "stop": []}
     )
     assert status == 200 and answer["choices"][0]["text"] == plain(PROMPTS[0], 5)
+    for prompts in (PROMPTS[:2], [""], [[5, 6]]):
+        status, answer = client.post("v1/completions", {"prompt": prompts})
+        assert status == 400 and "send a request for each prompt" in answer["error"]["message"]
+    assert client.post("v1/chat/completions", {**ASKED["chat/completions"], "logit_bias": {}})[0] == 200
     response = client.openai.responses.create(model=TARGET, input="Hi", max_output_tokens=5)
     assert response.object == "response" and response.output_text
     status, answer = client.post("v1/completions", {"prompt": PROMPTS[0], "frequency_penalty": -2})
