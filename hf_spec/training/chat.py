@@ -189,7 +189,10 @@ def _end_of_answer(message: dict[str, Any], text: str, start: int, stop: int) ->
 def _by_rendering(
     tokenizer: Any, messages: list[dict[str, Any]], last_turn_only: bool, arguments: Mapping[str, Any]
 ) -> Tokenized:
-    """Locate each answer: it begins where the rendered prompt ends, and ends where the rendering with it ends."""
+    """Locate each answer: it begins where the rendered prompt ends, and ends where the rendering with it ends.
+
+    An answer that no message precedes has no prompt, and is not marked.
+    """
 
     def shown(said: list[dict[str, Any]], prompt: bool = False) -> str:
         return render(tokenizer, said, prompt, arguments)
@@ -199,10 +202,10 @@ def _by_rendering(
     if not text.startswith(prompt):
         text = _as_said(prompt, text, messages[-1].get("content"))
     spans, left_out = [], []
-    if text.startswith(prompt):
+    if earlier and text.startswith(prompt):
         spans = [(len(prompt), _end_of_answer(messages[-1], text, len(prompt), len(text.rstrip())))]
     for i, message in enumerate(earlier):
-        if message["role"] != "assistant" or last_turn_only:
+        if i == 0 or message["role"] != "assistant" or last_turn_only:
             continue
         before, after = shown(messages[:i], prompt=True), shown(messages[: i + 1])
         # A template may render an earlier answer differently, for example without its reasoning. The text then does

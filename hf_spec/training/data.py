@@ -43,8 +43,8 @@ ASK = "let the target answer first, by regenerate (hf-spec prepare --regenerate 
 REASONS = {
     "short": "have no two adjacent answer tokens, so there is no draft token to train on",
     "unanswered": f"have no answer of the assistant: {ASK}",
-    "unmarked": "have answers whose beginning the chat template renders differently than for generation, so they are "
-    "not found: mark them with {% generation %} in the template",
+    "unmarked": "have answers whose beginning the chat template renders differently than for generation, or none but "
+    "before the first question, so they are not found: mark them with {% generation %} in the template",
     "broken": "are no text, or no conversation that the chat template takes",
     "long": "are longer than max_length",
     "cut": "have an answer that was cut off",

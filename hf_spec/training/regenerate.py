@@ -71,9 +71,9 @@ def regenerate(
 
     A conversation is a list of messages, or a dict with one of the columns that ``prepare_dataset`` reads. The chat
     template gets the dict's ``tools`` and ``chat_template_kwargs``, and ``template_arguments``. Answers are
-    regenerated in turn, each after the new ones before it. Messages after the last answer are dropped. If there is no
-    answer, as in a column ``prompt`` or ``instruction`` alone, one is added at the end. A conversation that the
-    template refuses becomes an empty one, which ``prepare_dataset`` skips.
+    regenerated in turn, each after the new ones before it. Messages after the last answer are dropped, and answers
+    before the first question. If there is no answer, as in a column ``prompt`` or ``instruction`` alone, one is added
+    at the end. A conversation that the template refuses becomes an empty one, which ``prepare_dataset`` skips.
 
     An interrupted call can be repeated: conversations that are complete in ``output`` are not answered again. A file
     next to it, its name with ``.made_from.json``, says what the answers were made with. ``generate_kwargs`` go to
@@ -295,7 +295,10 @@ def _asked(given: Any, arguments: dict[str, Any]) -> _Asked:
 
 
 def _turns(conversation: Any) -> Turns:
-    """Return the messages before each answer, or all if there is no answer; [] for an invalid conversation."""
+    """Return the messages before each answer, or all if there is no answer; [] for an invalid conversation.
+
+    An answer before the first question is left out: the target has nothing to answer yet.
+    """
     try:
         messages = messages_of(conversation)
     except Unusable:
@@ -303,17 +306,19 @@ def _turns(conversation: Any) -> Turns:
     turns: Turns = []
     turn: Turn = []
     for message in messages:
-        if message["role"] == "assistant":
+        if message["role"] != "assistant":
+            turn.append(message)
+        elif turns or any(one["role"] not in ("system", "developer") for one in turn):
             turns.append(turn)
             turn = []
-        else:
-            turn.append(message)
     return turns or ([turn] if turn else [])
 
 
 def _encoded(prompt: str, target: Any, tokenizer: Any) -> list[int]:
-    """Return the token ids of a prompt; raise ``Unusable`` if the target has no position left for an answer."""
+    """Return the token ids of a prompt; raise ``Unusable`` if it has none, or leaves no position for an answer."""
     ids: list[int] = tokenizer(prompt, add_special_tokens=False)["input_ids"]
+    if not ids:
+        raise Unusable
     check_ids(0, max(ids, default=0), len(target.get_input_embeddings().weight))
     if (limit := position_limit(target)) is not None and len(ids) >= limit:
         logger.warning_once(f"conversations that leave no position for an answer in the target's {limit} are skipped")

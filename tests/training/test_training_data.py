@@ -134,6 +134,26 @@ def test_reasoning_that_the_template_never_shows_is_trained_on_as_it_was_said(sa
         prepare_dataset(chats(CHAT), made)  # without reasoning it would stand where the target reasons
 
 
+def test_an_answer_before_the_first_question_is_none_of_the_targets(tmp_path: Path) -> None:
+    """ShareGPT has many. Without a prompt, a default system prompt and the header would count as the answer, too."""
+    greeting, system = {"role": "assistant", "content": "nine"}, {"role": "system", "content": "nine"}
+    words = tokenizer("<system> " + PLAIN)
+    (row,) = prepare_dataset(chats([greeting, *CHAT]), words)
+    assert answers(row) == "three four <end> six seven eight <end>"
+    assert words.decode(row["input_ids"]).startswith("<system> <assistant> nine <end> <user> one")
+    with pytest.raises(ValueError, match="none but before the first question"):
+        prepare_dataset(chats([greeting]), words)
+    target, options = tiny_target(vocab_size=len(words)), {"max_new_tokens": 4, "do_sample": False, "progress": False}
+    asked = [[greeting, *CHAT], [greeting], [system, greeting, *CHAT[:2]], CHAT, [system, *CHAT[:2]]]
+    for _ in range(2):  # the second call finds all answers there
+        path = regenerate(asked, target, words, tmp_path / "new.jsonl", batch_size=2, **options)
+        first, none, second, *others = (json.loads(line)["messages"] for line in path.read_text().splitlines())
+        assert [first, second] == others and none == []
+    bare = tokenizer("{% for m in messages %}{{ m.content }} {% endfor %}")
+    path = regenerate([[CHAT[0] | {"content": " "}], CHAT[:1]], target, bare, tmp_path / "bare.jsonl", **options)
+    assert [len(json.loads(line)["messages"]) for line in path.read_text().splitlines()] == [0, 2]
+
+
 def test_what_follows_the_last_answer_is_cut_off() -> None:
     (row,) = prepare_dataset(chats([*CHAT, {"role": "user", "content": "nine"}]), tokenizer())
     assert tokenizer().decode(row["input_ids"]).endswith("eight <end>")
