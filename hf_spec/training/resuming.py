@@ -22,7 +22,10 @@ from ..processes import Processes
 logger = logging.get_logger(__name__)
 
 STATE = "trainer_state.json"  # the file that Trainer writes last
-WEIGHTS = ("*model*", "global_step*")  # weights of a draft or an adapter, in one file or in shards; DeepSpeed's
+DEEPSPEED = "global_step*"  # the directory of DeepSpeed's weights, optimizer and schedule
+WEIGHTS = ("*model*", DEEPSPEED)  # weights of a draft or an adapter, in one file or in shards
+# Without them Trainer would start anew, and say nothing. FSDP's optimizer may be a directory, as optimizer_0.
+PROGRESS = {"optimizer": "*optimizer*", "learning rate schedule": "scheduler.pt"}
 MOVING = ("params", "lr")  # keys of an optimizer's group that change during training
 # Keys of a config that are set after training began: by us (the target's name) and by Trainer (from the tokenizer).
 SET_LATER = ("speculators_config", "bos_token_id", "eos_token_id", "pad_token_id")
@@ -179,7 +182,14 @@ def _problem(checkpoint: Path) -> str:
             return f"has a {path.name} that is cut off"
     if not checkpoint.joinpath(STATE).exists():
         return f"has no {STATE}"
-    return "" if any(any(checkpoint.glob(name)) for name in WEIGHTS) else "has no weights"
+    if not any(any(checkpoint.glob(name)) for name in WEIGHTS):
+        return "has no weights"
+    if any(checkpoint.glob(DEEPSPEED)):  # which keeps all of it there
+        return ""
+    missing = [what for what, name in PROGRESS.items() if not any(checkpoint.glob(name))]
+    if not missing:
+        return ""
+    return f"has no {' and no '.join(missing)}, because of save_only_model (another run may start from its draft)"
 
 
 def _is_complete(path: Path) -> bool:

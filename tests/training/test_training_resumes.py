@@ -19,6 +19,7 @@ from test_training_commands import recipe, stories
 
 from hf_spec.cli import main
 from hf_spec.training import DraftTrainer
+from hf_spec.training.resuming import checkpoint_to_resume
 
 __all__ = ["stories"]  # a fixture
 SAVED: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2, "max_steps": 6, "data_seed": 0}
@@ -73,6 +74,20 @@ def test_without_a_whole_checkpoint_training_starts_anew(tmp_path: Path, caplog:
     assert losses(again) == losses(first)
     with pytest.raises(ValueError, match=r"cannot resume from .*nowhere, which does not exist"):
         trainer(tmp_path).train(resume_from_checkpoint=str(tmp_path / "nowhere"))
+
+
+def test_a_checkpoint_of_weights_alone_is_not_resumed(tmp_path: Path) -> None:
+    trainer(tmp_path, max_steps=2, save_only_model=True).train()
+    checkpoint = tmp_path / "checkpoint-2"
+    with pytest.raises(
+        ValueError, match="checkpoint-2, which has no optimizer and no learning rate schedule, because"
+    ):
+        trainer(tmp_path).train(resume_from_checkpoint=str(checkpoint))
+    checkpoint.joinpath("optimizer_0").mkdir()  # of FSDP
+    with pytest.raises(ValueError, match="which has no learning rate schedule, because of save_only_model"):
+        checkpoint_to_resume(str(checkpoint), tmp_path)
+    checkpoint.joinpath("global_step2").mkdir()  # of DeepSpeed
+    assert checkpoint_to_resume("true", tmp_path) == str(checkpoint)
 
 
 def test_a_second_run_into_the_same_directory_is_refused(tmp_path: Path) -> None:
