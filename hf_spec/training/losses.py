@@ -349,7 +349,8 @@ class ChunkedLoss:
     def _divergence(self, objective: str, logits: Tensor, log_q: Tensor, target: TargetDistribution) -> Tensor:
         """Return the divergence between the target's distributions and the draft's, (n,).
 
-        The draft's are given as ``logits`` and as log-probabilities ``log_q``, (n, draft vocabulary) both.
+        The draft's are given as ``logits`` and as log-probabilities ``log_q``, (n, draft vocabulary) both. No product
+        of matrices sums anything here: autocast would compute it in half precision.
         """
         if objective == "nll":
             own = -log_q.gather(-1, target.token.clamp(min=0)[:, None])[:, 0]
@@ -357,13 +358,13 @@ class ChunkedLoss:
         if objective == "ce":
             return -log_q.gather(-1, target.log_p.argmax(-1, keepdim=True))[..., 0]
         if objective == "reverse_kl":
-            return cast(Tensor, torch.linalg.vecdot(log_q.exp(), log_q - target.log_p))
+            return (log_q.exp() * (log_q - target.log_p)).sum(-1)
         if objective == "tv":
             return 1 - torch.minimum(target.p, log_q.exp()).sum(-1)
         if objective == "kl" and (heat := self.temperature) != 1:
             log_p, log_q = (target.log_p / heat).log_softmax(-1), (logits / heat).log_softmax(-1)
-            return heat**2 * cast(Tensor, torch.linalg.vecdot(log_p.exp(), log_p - log_q))
-        kl: Tensor = torch.linalg.vecdot(target.p, target.log_p - log_q)
+            return heat**2 * (log_p.exp() * (log_p - log_q)).sum(-1)
+        kl = (target.p * (target.log_p - log_q)).sum(-1)
         if objective == "kl":
             return kl
         tv = 1 - torch.minimum(target.p, log_q.exp()).sum(-1)

@@ -220,6 +220,17 @@ def test_chunks_give_the_loss_and_gradients_of_single_positions(objective: Any, 
         torch.testing.assert_close(one, other, atol=1e-6, rtol=1e-4)
 
 
+@pytest.mark.parametrize(("objective", "heat"), [("kl", 1), ("kl", 2), ("lk", 1), ("reverse_kl", 1)])
+def test_autocast_rounds_no_divergence(objective: Any, heat: float) -> None:
+    given, found = random_batch(), []
+    chunked_loss = ChunkedLoss(lambda step, x: x, lambda x: x, objective=objective, temperature=heat)  # no head rounds
+    for half in (False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=half):
+            loss, _ = chunked_loss.compute(given["states"], given["hidden"], given["weights"])
+        found.append([loss, *torch.autograd.grad(loss, given["states"])])
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
 @pytest.mark.parametrize("chunk", [3, 512])
 def test_a_confidence_is_weighted_by_the_decay_alone(chunk: int) -> None:
     """As the speculators library does: D-PACE weights are for what a draft says, not for how sure it is."""
