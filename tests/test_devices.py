@@ -304,8 +304,14 @@ def peagle(model: Any) -> Any:
     return draft_of("peagle", model)
 
 
+def lent(model: Any) -> Any:
+    """Return Medusa heads that are lent a copy: some rows of the target's output layer."""
+    config = MedusaSpeculatorConfig.for_target(model.config, num_heads=STEPS, draft_vocab_size=40)
+    return new_draft(config, model, torch.arange(96))
+
+
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(("precision", "make"), each_value(PRECISIONS, [eagle3, mtp, medusa, dspark, peagle]))
+@pytest.mark.parametrize(("precision", "make"), each_value(PRECISIONS, [eagle3, mtp, medusa, lent, dspark, peagle]))
 def test_training_loses_alike(
     make: Any, precision: str, device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -318,6 +324,7 @@ def test_training_loses_alike(
         trainer = DraftTrainer(make(model), model, args, train_dataset=text(), eval_dataset=text(2, seed=5))
         trainer.train()
         assert trainer.draft.device.type == trainer.target.device.type == place
+        assert {one.device.type for one in trainer.draft._lent.values() if one is not None} <= {place}
         found.append(losses(trainer))
         assert trainer.evaluate()["eval_acceptance_length"] >= 1
     assert found[1] == pytest.approx(found[0], rel=2e-2 if precision == "bf16" else 1e-3)

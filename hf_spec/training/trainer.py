@@ -113,8 +113,6 @@ class DraftTrainer(Trainer):
         self._forget_use_cache()
         if (plugin := getattr(self.accelerator.state, "fsdp_plugin", None)) is not None:
             sharding.set_up(plugin)
-        if getattr(self.target, "hf_device_map", None) is None and self.target.device != args.device:
-            self.target.to(args.device)
         if has_body(self.target):
             self._reader.check()
 
@@ -141,8 +139,10 @@ class DraftTrainer(Trainer):
                 "separate draft instead, made from an MTPSpeculatorConfig"
             )
         check_arguments(draft, self.target, args)
+        if getattr(self.target, "hf_device_map", None) is None and self.target.device != args.device:
+            cast(Any, self.target).to(args.device)
         if isinstance(draft, DraftModel):
-            draft.bind(self.target)
+            draft.bind(self.target)  # once the target is where it stays: bind may copy rows of its output layer
             for layer in draft.output_layers if args.freeze_lm_head else ():
                 layer.requires_grad_(False)
             if draft.unroll_steps(args.unroll_steps) == 1:  # what only later steps read gets no gradient
