@@ -70,7 +70,8 @@ def read_checkpoint(
     empty tensors, whose names are enough to detect the format.
     """
     config = _json(_find_config(path, hub))
-    if isinstance(config.get("dflash_config"), dict) and _find(path, MASK_EMBEDDING, hub) is not None:
+    is_dflash = isinstance(config.get("dflash_config"), dict) or "DFlash" in str(config.get("architectures"))
+    if is_dflash and _find(path, MASK_EMBEDDING, hub) is not None:
         raise OSError(
             f"{path} has {MASK_EMBEDDING}, an embedding for mask tokens that is not the target's, and hf_spec does "
             "not read it: serve the draft in vLLM, or take another one"

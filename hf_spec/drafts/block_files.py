@@ -41,6 +41,8 @@ FLAT_KEYS: Known = known("block_size", "mask_token_id", "target_layer_ids", "is_
     **known("swa_window_size"),  # means something with use_swa only
     **known("markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov", "num_anchors"),
 }
+# Where flat configs keep keys: z-lab, and for the heads of DSpark SpecForge.
+INSIDE = ("dflash_config", "dspark_config")
 # Engines have no default for these ids. Configs made by `for_target` hold them.
 NAME_LAYERS = "write aux_hidden_state_layer_ids into config.json: [2, n // 2, n - 3] of the target's n layers"
 
@@ -83,12 +85,18 @@ def read_flat(
     return config, tensors
 
 
-def looked_up(raw: dict[str, Any]) -> dict[str, Any]:
-    """Merge ``dflash_config`` into a flat config: its keys win over those at the top level, as z-lab reads them.
+def merged_keys(raw: dict[str, Any]) -> dict[str, Any]:
+    """Merge ``INSIDE`` into a flat config: their keys win over those at the top level, as z-lab reads them."""
+    merged = dict(raw)
+    for place in INSIDE:
+        if isinstance(given := raw.get(place), dict):
+            merged |= {name: one for name, one in given.items() if one is not None}
+    return merged
 
-    Errors: a ValueError for what hf_spec does not do.
-    """
-    merged = raw | {name: one for name, one in (raw.get("dflash_config") or {}).items() if one is not None}
+
+def looked_up(raw: dict[str, Any]) -> dict[str, Any]:
+    """Return ``merged_keys``. Errors: a ValueError for what hf_spec does not do."""
+    merged = merged_keys(raw)
     for name, plain in NOT_DONE.items():
         if merged.get(name) not in (None, plain):
             raise ValueError(
@@ -121,8 +129,8 @@ def _causality(raw: dict[str, Any], kinds: Sequence[str]) -> dict[str, bool]:
 
 
 def flat_block_keys(config: dict[str, Any], names: Collection[str]) -> Known:
-    """Return the known keys of a flat config of a block draft, at the top level or inside ``dflash_config``."""
-    return flat_keys(config, names, {**FLAT_KEYS, "dflash_config": FLAT_KEYS})
+    """Return the known keys of a flat config of a block draft, at the top level or inside ``INSIDE``."""
+    return flat_keys(config, names, {**FLAT_KEYS, **dict.fromkeys(INSIDE, FLAT_KEYS)})
 
 
 def outputs_of_layers(ids: Any) -> list[int]:

@@ -125,19 +125,26 @@ def test_engines_say_what_is_in_the_way() -> None:
     assert '"method": "dspark"' in DSparkDraftModel.use_in_vllm(config, "some/target", "some/draft")
 
 
-def test_repackaged_drafts_are_read(tmp_path: Path) -> None:
-    given = {"mask_token_id": 3, "target_layer_ids": [1, 3, 4]}
-    path = copy_of(
-        "ds_dspark_qwen3",
-        tmp_path / "draft",
-        architectures=["DSparkDraftModel"],
-        dflash_config=given,
-        target_layer_ids=None,
-        mask_token_id=None,
-    )
-    case = "ds_dspark_qwen3"
-    draft = AutoDraftModel.from_pretrained(path, dtype=torch.float32)
-    assert torch.equal(block_of(draft, case), block_of(load_draft(case), case))
+IDS = {"mask_token_id": 3, "target_layer_ids": [1, 3, 4]}
+HEADS = {"markov_rank": 8, "markov_head_type": "vanilla", "enable_confidence_head": True}
+DSPARK_INSIDE = {"architectures": ["DSparkDraftModel"], "dflash_config": IDS, **dict.fromkeys(IDS)}
+
+
+@pytest.mark.parametrize(
+    ("case", "changes"),
+    [
+        ("ds_dspark_qwen3", DSPARK_INSIDE),
+        ("ds_dspark_qwen3", DSPARK_INSIDE | {"dspark_config": HEADS, **dict.fromkeys(HEADS)}),  # SpecForge's
+        ("ds_dflash_qwen3", {"dflash_config": IDS | {"target_layer_ids": [0, 2, 4]}, **dict.fromkeys(IDS)}),
+        ("zl_dflash_qwen3", {"dflash_config": None, **IDS, "target_layer_ids": [1, 2, 4]}),
+    ],
+)
+def test_repackaged_drafts_are_read(case: str, changes: dict[str, Any], tmp_path: Path) -> None:
+    """Who trained a draft decides what its slots predict: the architecture's name says it, not the place of keys."""
+    path = copy_of(case, tmp_path / "draft", **changes)
+    draft, known = AutoDraftModel.from_pretrained(path, dtype=torch.float32), load_draft(case)
+    assert (type(draft), draft.config.sample_from_anchor) == (type(known), known.config.sample_from_anchor)
+    assert torch.equal(block_of(draft, case), block_of(known, case))
 
 
 def test_deepspec_eagle3_reads_outputs_of_layers() -> None:

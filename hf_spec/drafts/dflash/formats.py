@@ -4,9 +4,9 @@
 format          how it is recognised               what its files do not say
 =============== ================================== ==================================================================
 ``speculators`` ``speculators_model_type`` dflash  nothing
-``dflash``      ``dflash_config`` in a flat config  embeddings and head are the target's; the root's slot predicts
-                                                   nothing; windows end at each slot; without ``is_causal`` blocks
-                                                   are causal in sliding layers, with JetSpec's ``causal_head`` in all
+``dflash``      ``DFlashDraftModel``, or            embeddings and head are the target's; the root's slot predicts
+                ``dflash_config`` without keys of  nothing; windows end at each slot; without ``is_causal`` blocks
+                DSpark, in a flat config           are causal in sliding layers, with JetSpec's ``causal_head`` in all
 ``muse``        ``model_type``                     as ``dflash``, but never causal; a window includes the token at its
                 muse_glimmer_assistant             distance; the vocabulary, and the scales of ``q``, are the target's
 =============== ================================== ==================================================================
@@ -24,6 +24,7 @@ from ..block_files import (
     block_format,
     flat_block_keys,
     looked_up,
+    merged_keys,
     outputs_of_layers,
     read_flat,
     write_zlab,
@@ -33,10 +34,11 @@ from .configuration import DFlashSpeculatorConfig
 
 
 def _is_zlab(config: dict[str, Any], names: Collection[str]) -> bool:
+    given, named = merged_keys(config), str(config.get("architectures"))
     others = any(name.startswith(("markov_head.", "candidate_selector.")) for name in names)  # of DSpark and DFlash2
-    selects = "selector_rank" in (config.get("dflash_config") or config)
-    is_flat = isinstance(config.get("dflash_config"), dict) and not is_speculators(config)
-    return is_flat and not others and not selects
+    is_deepspec = "DSpark" in named or "markov_rank" in given  # whose DFlash is DSpark without heads
+    is_dflash = "DFlashDraftModel" in named or (isinstance(config.get("dflash_config"), dict) and not is_deepspec)
+    return is_dflash and not others and "selector_rank" not in given and not is_speculators(config)
 
 
 def _read_zlab(raw: dict[str, Any], tensors: dict[str, Tensor]) -> Read:

@@ -23,6 +23,7 @@ from ..block_files import (
     flat_block_keys,
     layer_outputs,
     looked_up,
+    merged_keys,
     outputs_of_layers,
     read_flat,
     write_flat,
@@ -34,13 +35,13 @@ HEADS = ("markov_rank", "markov_head_type", "enable_confidence_head", "confidenc
 
 
 def _is_deepspec(config: dict[str, Any], names: Collection[str]) -> bool:
-    given = config | (config.get("dflash_config") or {})
+    given = merged_keys(config)
     heads = "target_layer_ids" in given or any(name.startswith("markov_head.") for name in names)
     return "block_size" in given and "hidden_norm.weight" in names and heads and not is_speculators(config)
 
 
 def _read_deepspec(raw: dict[str, Any], tensors: dict[str, Tensor]) -> Read:
-    raw = looked_up(raw)  # engines' repackaged files have a dflash_config
+    raw = looked_up(raw)  # engines' repackaged files have a dflash_config, SpecForge's a dspark_config, too
     off = {"markov_rank": 0, "enable_confidence_head": False, "confidence_head_with_markov": False}
     return read_flat(
         DSparkSpeculatorConfig,
