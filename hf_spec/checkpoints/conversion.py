@@ -65,6 +65,7 @@ def convert(
             )
         draft.keep_borrowed()
     if vocabulary is not None:
+        draft.sort_features()
         draft = trimmed(draft, vocabulary)
     export(draft, dst, to, with_code)
 

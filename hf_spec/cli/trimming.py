@@ -51,6 +51,7 @@ def chosen_vocabulary(draft: str, vocabulary: str, target: str | None, prompts: 
     counting, measured = asked[::2], asked[1::2] or asked  # a file's tokens were counted on none of them
     model, tokenizer = load_target(target, "auto", None)
     loaded = AutoDraftModel.from_pretrained(draft, target=model, dtype=model.dtype).to(input_device(model))
+    loaded.sort_features()
     if size is not None:
         texts, _ = _answers(model, tokenizer, loaded, counting)
         ids = frequent(texts, size, model.config.get_text_config().vocab_size, _ends(model))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,24 @@ def test_logits_of_kept_tokens_stay(case: str, tmp_path: Path) -> None:
             again.bind(load_target(case))
         torch.testing.assert_close(logits_of(again), after)
     assert json.loads((tmp_path / "small" / "config.json").read_text())["draft_vocab_size"] == len(ids)
+
+
+def test_a_draft_that_lists_layers_in_another_order_is_trimmed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hf_spec.cli.trimming.ANSWER", 2)
+    draft = Path(shutil.copytree(demo.path("draft-eagle3"), tmp_path / "draft"))
+    config = json.loads((draft / "config.json").read_text()) | {"eagle_aux_hidden_state_layer_ids": [7, 2, 5]}
+    (draft / "config.json").write_text(json.dumps(config))
+    (tmp_path / "ids.json").write_text(json.dumps(KEPT))
+    (tmp_path / "prompts.jsonl").write_text(json.dumps({"prompt": "One day"}))
+    given = ["--target", str(demo.path()), "--prompts", str(tmp_path / "prompts.jsonl")]
+    assert (
+        main(["convert", str(draft), str(tmp_path / "small"), "--vocabulary", str(tmp_path / "ids.json"), *given]) == 0
+    )
+    small = AutoModel.from_pretrained(tmp_path / "small")
+    assert small.config.eagle_aux_hidden_state_layer_ids == [2, 5, 7]
+    assert small.target_ids.tolist() == sorted(KEPT)
 
 
 def test_what_cannot_be_trimmed_is_refused() -> None:
