@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import os
 from dataclasses import fields
@@ -77,6 +78,10 @@ class SpeculatorConfig(CompositeConfig):
             kwargs["auto_map"] = dict(self.code)
         super().__post_init__(**kwargs)  # type: ignore[no-untyped-call]
         self._fill_in()
+        if hasattr(self.layers, "quantization_config"):  # of the target whose layers these are, not of this file
+            layers: Any = copy.copy(self.layers)
+            del layers.quantization_config
+            self.transformer_layer_config = layers
         self.validate()
 
     def _fill_in(self) -> None:
@@ -109,11 +114,12 @@ class SpeculatorConfig(CompositeConfig):
     @classmethod
     def known_keys(cls, given: dict[str, Any]) -> Known:
         """Return the known keys of ``given``, the JSON of a config of this class."""
-        own = {field.name for field in fields(cast(Any, cls))} | PASSING | {"speculators_version"}
+        more = {"quantization_config", "speculators_version"}
+        own = {field.name for field in fields(cast(Any, cls))} | PASSING | more
         layers = given.get("transformer_layer_config")
         kind = layers.get("model_type", "llama") if isinstance(layers, dict) else "llama"
-        inside = {"transformer_layer_config": keys_of_layers(kind), "speculators_config": SPECULATORS_KEYS}
-        return known(*own) | inside
+        inside = {**keys_of_layers(kind), **known("layer_types", "quantization_config", "sliding_window")}
+        return known(*own) | {"transformer_layer_config": inside, "speculators_config": SPECULATORS_KEYS}
 
     @classmethod
     def kinds(cls) -> dict[str, type[SpeculatorConfig]]:

@@ -12,7 +12,7 @@ from ..configuration import SpeculatorConfig, max_positions
 from ..drafts.files import Checkpoint
 from ..untrusted import printable
 from .files import HUB_OPTIONS, read_checkpoint
-from .kinds import UNFIT, find_format, kind_of, translate
+from .kinds import UNFIT, find_format, is_saved_quantised, kind_of, translate
 
 
 class AutoDraftModel:
@@ -33,7 +33,12 @@ class AutoDraftModel:
         target that do not fit.
         """
         hub = {name: kwargs.pop(name) for name in HUB_OPTIONS if name in kwargs}
-        loaded = load(read_checkpoint(path, **hub), **kwargs)
+        checkpoint = read_checkpoint(path, **hub)
+        if is_saved_quantised(checkpoint.config):  # only transformers knows what its tensors mean
+            kind = kind_of(SpeculatorConfig.from_dict(checkpoint.config))
+            loaded = kind.from_pretrained(path, **hub, **kwargs)
+        else:
+            loaded = load(checkpoint, **kwargs)
         if target is not None:
             draft = loaded[0] if kwargs.get("output_loading_info") else loaded
             raise_positions(draft.config, target)

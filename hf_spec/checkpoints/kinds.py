@@ -36,6 +36,7 @@ UNFIT = (
     *(ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError),
     StrictDataclassError,
 )
+SCALES = ("weight_scale", "weight_scale_inv")  # of weights in eight or four bits
 DRAFT_MODELS: tuple[type[DraftModel], ...] = (
     DFlash2DraftModel,
     Eagle3DraftModel,
@@ -148,9 +149,22 @@ def translate(checkpoint: Checkpoint) -> tuple[SpeculatorConfig, dict[str, Tenso
         raise ValueError(f"{checkpoint.path}, read as {found.name}: {printable(error)}") from error
 
 
+def is_saved_quantised(config: dict[str, Any]) -> bool:
+    """Tell whether a config is one that ``save_pretrained`` of a quantised draft wrote."""
+    return config.get("model_type") == SpeculatorConfig.model_type and bool(config.get("quantization_config"))
+
+
 def _check_values(checkpoint: Checkpoint) -> None:
+    parts = (checkpoint.config, checkpoint.config.get("text_config"))
+    is_quantised = any(isinstance(one, dict) and one.get("quantization_config") for one in parts)
     for name, tensor in checkpoint.tensors.items():
         is_table = name.rpartition(".")[2] in ("d2t", "t2d", "token_map")
+        is_integer = not (is_table or tensor.is_floating_point())
+        if name.endswith(SCALES) or (is_quantised and is_integer):
+            raise ValueError(
+                f"{printable(name)} is part of weights that are stored quantised. hf_spec loads such files only where "
+                "save_pretrained of a draft wrote them; take the weights of the unquantised checkpoint"
+            )
         if tensor.is_complex() or tensor.is_floating_point() == is_table:
             raise ValueError(
                 f"{printable(name)} holds values of type {tensor.dtype}; "

@@ -17,6 +17,7 @@ from tokenizers import Tokenizer
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
+from ..configuration import sizes_of
 from ..drafts.base import Speculator, network_of
 from ..drafts.early_exit.speculator import EarlyExitSpeculator
 from ..drafts.files import Checkpoint
@@ -193,9 +194,9 @@ def _is_draft(checkpoint: Checkpoint, target: PreTrainedModel) -> bool:
         return False
     if found.name != "mtp":
         return True
-    # An MTP layer is in the checkpoint of a complete model. If it cannot be this target's, that model is the draft.
+    # An MTP layer is in the checkpoint of a complete model, which is the draft if its sizes are not this target's.
     config = checkpoint.config.get("text_config") or checkpoint.config
-    return bool(config.get("hidden_size") == target.config.get_text_config().hidden_size)
+    return all(config.get(name) == size for name, size in sizes_of(target.config).items())
 
 
 def _best_at_hand(target: PreTrainedModel) -> Speculator:

@@ -19,10 +19,13 @@ from torch import Tensor
 from transformers import AutoModel, AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from hf_spec import AcceptedTokens, DraftContext, SpeculationConfig, as_speculator
-from hf_spec.checkpoints.auto import AutoDraftModel
+from hf_spec.checkpoints.auto import AutoDraftModel, load
 from hf_spec.checkpoints.conversion import convert, export
+from hf_spec.checkpoints.files import read_checkpoint
 from hf_spec.checkpoints.inspection import inspect
+from hf_spec.configuration import sizes_of
 from hf_spec.drafts.eagle.configuration import EagleSpeculatorConfig
+from hf_spec.drafts.files import Checkpoint
 from hf_spec.drafts.medusa.configuration import MedusaSpeculatorConfig
 from hf_spec.drafts.mtp.configuration import MTPSpeculatorConfig
 from hf_spec.drafts.mtp.modeling import MTPDraftModel
@@ -263,6 +266,19 @@ def test_only_the_files_with_the_layer_are_read_of_a_target(tmp_path: Path) -> N
     assert torch.equal(draft.mtp_layers[0].input_proj.weight, tensors["mtp.fc.weight"])
 
 
+@pytest.mark.parametrize("case", [SPECULATORS, QWEN])
+def test_a_layer_beside_quantised_weights_is_read_if_it_is_stored_whole(case: str) -> None:
+    found = read_checkpoint(GOLDENS / case / "checkpoint")
+    said = {"quantization_config": {"quant_method": "gptq", "bits": 4}}
+    place = "transformer_layer_config"
+    config = found.config | (said if case == QWEN else {place: found.config[place] | said})
+    weights = load(Checkpoint("here", config, found.tensors), dtype=torch.float32).state_dict()
+    assert all(torch.equal(weight, weights[name]) for name, weight in draft_of(case).state_dict().items())
+    scale = {"mtp.layers.0.self_attn.q_proj.weight_scale_inv": torch.ones(1)}
+    with pytest.raises(ValueError, match=r"weight_scale_inv is part of weights that are stored quantised"):
+        load(Checkpoint("here", config, found.tensors | scale))
+
+
 def mimo(path: Path) -> tuple[Any, dict[str, Tensor]]:
     """Make a target of MiMo's shape with a layer of its layout in the same file."""
     torch.manual_seed(0)
@@ -319,8 +335,11 @@ def test_mimo_reads_the_state_before_the_norm_and_first(tmp_path: Path) -> None:
 def test_a_model_with_a_layer_of_its_own_can_be_the_draft_of_a_larger_one(tmp_path: Path) -> None:
     small, _ = mimo(tmp_path)
     large = tiny_target(50, 32, 4)
-    assert isinstance(as_speculator(tmp_path, small), MTPDraftModel)
-    assert isinstance(as_speculator(tmp_path, large), VanillaSpeculator)
+    layer = as_speculator(tmp_path, small)
+    assert isinstance(layer, MTPDraftModel)
+    assert sizes_of(small.config).items() <= layer.config.made_for.items()
+    for target in (large, tiny_target(50, 16, 4)):  # as wide as the small one, and deeper
+        assert isinstance(as_speculator(tmp_path, target), VanillaSpeculator)
     ids = torch.arange(5, 11)[None]
     call: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     assert torch.equal(large.generate(ids, speculator=str(tmp_path), **call), large.generate(ids, **call))

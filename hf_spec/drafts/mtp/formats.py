@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from ...config_keys import Known, keys_of_layers, known
-from ...configuration import default_speculators_config
+from ...configuration import TARGET_SIZES, default_speculators_config
 from ..files import Files, Format, applying, config_of, in_speculators, shared_with_target, speculators_format
 from .configuration import MTP_FLAGS, MTPSpeculatorConfig
 
@@ -63,7 +63,9 @@ def _read_native(raw: dict[str, Any], given: dict[str, Tensor]) -> tuple[MTPSpec
     names = NATIVE_NAMES[family]
     tensors = _stack_experts({_renamed(name, names): tensor for name, tensor in given.items()})
     speculators_config = default_speculators_config("mtp")
-    speculators_config["verifier"]["architectures"] = raw.get("architectures") or []
+    text = raw.get("text_config") or raw
+    sizes = {name: text[name] for name in TARGET_SIZES if name in text}
+    speculators_config["verifier"] |= {"architectures": raw.get("architectures") or [], **sizes}
     config = MTPSpeculatorConfig(
         transformer_layer_config=_one_layer(raw, is_dense="mtp_layers.0.mlp.gate_proj.weight" in tensors),
         speculators_config=speculators_config,
