@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig
 
-from ..config_keys import Known, flat_keys, unknown_keys
+from ..config_keys import ANY, Known, flat_keys, unknown_keys
 from ..configuration import GEMMA, SpeculatorConfig
 
 Config = TypeVar("Config", bound=SpeculatorConfig)
@@ -59,7 +59,10 @@ class Format:
 
     def unknown(self, config: dict[str, Any], names: Collection[str]) -> list[str]:
         """List the keys of a config that nobody knows who reads this format, see ``unknown_keys``."""
-        return unknown_keys(config, flat_keys(config, names, {}) if self.keys is None else self.keys(config, names))
+        table = flat_keys(config, names, {}) if self.keys is None else self.keys(config, names)
+        if "sliding_attention" in (config.get("layer_types") or ()):  # of llama, too: see ``flat_layers``
+            table = {**table, "sliding_window": ANY}
+        return unknown_keys(config, table)
 
 
 @dataclass(frozen=True)
@@ -143,6 +146,7 @@ def speculators_format(kind: str, read: Callable[[dict[str, Any], dict[str, Tens
     def read_checked(raw: dict[str, Any], tensors: dict[str, Tensor]) -> Any:
         if not isinstance(raw.get("transformer_layer_config"), dict):
             raise ValueError("the config has no transformer_layer_config, which describes the layers; add it")
+        _take_rope_of_text(raw["transformer_layer_config"])
         return read(raw, needed(tensors))
 
     return Format("speculators", recognises, read_checked, keys=speculators_keys)
@@ -170,6 +174,7 @@ def flat_layers(raw: dict[str, Any], tensors: dict[str, Tensor]) -> Any:
     known = set(AutoConfig.for_model(kind).to_dict()) | {"rope_theta", "rope_scaling", "layer_types"}
     unwanted = {"architectures", "dtype", "model_type", "transformers_version", "tie_word_embeddings"}
     given = {name: value for name, value in raw.items() if name in known - unwanted and value is not None}
+    _take_rope_of_text(given)
     if "rope_parameters" not in given:
         given.setdefault("rope_theta", 10000.0)
     indices = {int(name.split(".")[1]) for name in tensors if name.startswith("layers.")}
@@ -179,11 +184,21 @@ def flat_layers(raw: dict[str, Any], tensors: dict[str, Tensor]) -> Any:
     given["attention_bias"] = any(name.endswith("q_proj.bias") for name in tensors)
     if kind == "llama":
         given["mlp_bias"] = any(name.endswith("gate_proj.bias") for name in tensors)
+        if "sliding_attention" in given.get("layer_types", ()):
+            given["sliding_window"] = raw.get("sliding_window")  # which transformers does not know of llama
     if given["attention_bias"]:  # transformers also gives o_proj one; EAGLE for Qwen2 does not
         for place in (f"layers.{i}.self_attn.o_proj" for i in indices):
             if (weight := tensors.get(f"{place}.weight")) is not None:
                 tensors.setdefault(f"{place}.bias", weight.new_zeros(weight.shape[0]))
     return AutoConfig.for_model(kind, **given)
+
+
+def _take_rope_of_text(layers: dict[str, Any]) -> None:
+    """Replace a rope of Qwen2.5-VL ("mrope") in a config's JSON by the usual one: for text they are the same."""
+    for name in ("rope_parameters", "rope_scaling"):
+        rope = layers.get(name)
+        if isinstance(rope, dict) and "mrope" in (rope.get("rope_type"), rope.get("type")):
+            layers[name] = {key: rope[key] for key in rope if key == "rope_theta"} | {"rope_type": "default"}
 
 
 def _flat_gemma_layers(raw: dict[str, Any], tensors: dict[str, Tensor]) -> Any:

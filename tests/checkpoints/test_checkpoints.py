@@ -16,14 +16,16 @@ from groups import in_another_process
 from huggingface_hub.utils import validate_repo_id
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoConfig, AutoModel
+from transformers import AutoConfig, AutoModel, BitsAndBytesConfig
 
+from hf_spec import config_keys
 from hf_spec.checkpoints.auto import AutoDraftModel
 from hf_spec.checkpoints.conversion import convert, export
 from hf_spec.checkpoints.files import read_checkpoint
 from hf_spec.checkpoints.inspection import inspect
 from hf_spec.checkpoints.kinds import find_format
 from hf_spec.checkpoints.resolve import load_draft as load
+from hf_spec.checkpoints.resolve import placement
 from hf_spec.config_keys import unknown_keys
 from hf_spec.drafts.eagle3.configuration import Eagle3SpeculatorConfig
 from hf_spec.drafts.eagle3.formats import aux_layer_ids
@@ -308,6 +310,39 @@ def test_of_two_ropes_speculators_takes_that_of_windows(tmp_path: Path) -> None:
     assert draft.config.layers.rope_parameters == nested["sliding_attention"]
 
 
+@pytest.mark.parametrize("case", [PLAIN, "eagle3_orig_b_fullvocab"])
+def test_the_rope_of_texts_with_images_is_the_usual_one_for_text(case: str, tmp_path: Path) -> None:
+    """SpecForge's drafts for Qwen2.5-VL have it."""
+    path, more = copy_of(case, tmp_path / "draft"), {"mrope_section": [1, 1, 2]}
+    if case == PLAIN:
+        layers = json.loads((path / "config.json").read_text())["transformer_layer_config"]
+        rope = layers["rope_parameters"] | {"rope_type": "mrope"}
+        edit_config(path, transformer_layer_config=layers | {"rope_parameters": rope | more})
+    else:
+        edit_config(path, rope_scaling={"type": "mrope"} | more)
+    draft, known = AutoDraftModel.from_pretrained(path, dtype=torch.float32), load_draft(case)
+    assert draft.config.layers.rope_parameters == known.config.layers.rope_parameters
+    assert torch.equal(logits(draft, case), logits(known, case))
+
+
+def test_a_window_of_llama_layers_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers' config of llama has none."""
+    told: list[str] = []
+    monkeypatch.setattr(config_keys.logger, "warning_once", told.append)
+    path = copy_of("specforge_eagle3_plain", tmp_path / "draft")
+    edit_config(path, layer_types=["sliding_attention"], sliding_window=3)
+    draft = AutoDraftModel.from_pretrained(path, dtype=torch.float32)
+    draft.save_pretrained(tmp_path / "saved")
+    for one in (draft, AutoModel.from_pretrained(tmp_path / "saved", dtype=torch.float32)):
+        assert one.config.layers.sliding_window == 3
+        windowed, known = (
+            logits(any, "specforge_eagle3_plain") for any in (one, load_draft("specforge_eagle3_plain"))
+        )
+        torch.testing.assert_close(windowed[:, :3], known[:, :3])
+        assert not torch.allclose(windowed[:, 3:], known[:, 3:], atol=1e-3)
+    assert told == []
+
+
 def test_a_bias_of_queries_keys_and_values_alone(tmp_path: Path) -> None:
     path = copy_of("eagle3_orig_b_fullvocab", tmp_path / "draft")
 
@@ -353,6 +388,30 @@ def test_positions_are_raised_to_those_of_the_target() -> None:
 def test_a_target_that_does_not_fit_is_refused() -> None:
     with pytest.raises(ValueError, match="vocab_size is 128, but the target has 96"):
         AutoDraftModel.from_pretrained(GOLDENS / "eagle3_orig_a" / "checkpoint", target=tiny_target())
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_a_draft_that_was_saved_quantised_is_read_by_its_path(bits: int, tmp_path: Path) -> None:
+    pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
+    whole, packed, target = tmp_path / "whole", tmp_path / "packed", tiny_target(128)
+    load_draft(PLAIN).save_pretrained(whole)
+    given = BitsAndBytesConfig(**{f"load_in_{bits}bit": True})
+    known = AutoModel.from_pretrained(whole, quantization_config=given, **placement(target))
+    known.save_pretrained(packed)
+    draft = load(packed, target, **placement(target))
+    assert draft.fc.weight.dtype is known.fc.weight.dtype in (torch.uint8, torch.int8)
+    assert torch.equal(logits(draft, PLAIN), logits(known, PLAIN))
+    with pytest.raises(ValueError, match=r"part of weights that are stored quantised.*unquantised checkpoint"):
+        inspect(packed)
+
+
+def test_quantised_drafts_of_others_are_refused_as_such(tmp_path: Path) -> None:
+    path = copy_of("eagle3_orig_b_fullvocab", tmp_path / "draft")
+    edit_config(path, quantization_config={"quant_method": "awq"})
+    AutoDraftModel.from_pretrained(path)  # what it says may be of its target
+    edit_weights(path, lambda weights: weights.update({"fc.qweight": torch.ones(4, dtype=torch.int32)}))
+    with pytest.raises(ValueError, match=r"fc\.qweight is part of weights that are stored quantised"):
+        AutoDraftModel.from_pretrained(path)
 
 
 # --- damaged files ---------------------------------------------------------------------------------------------------
