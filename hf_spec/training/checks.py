@@ -76,8 +76,13 @@ def check_arguments(draft: Any, target: PreTrainedModel, args: DraftTrainingArgu
         return
     if args.freeze_lm_head:
         raise ValueError("freeze_lm_head is for drafts that read the target's states: leave it out, or freeze weights")
-    if draft.config.get_text_config().vocab_size != target.config.get_text_config().vocab_size:
-        raise ValueError("the draft has another vocabulary than the target; a distilled draft needs the same one")
+    own, size = (one.config.get_text_config().vocab_size for one in (draft, target))
+    if own != size:
+        raise ValueError(
+            f"the draft has another vocabulary than the target, {own} tokens and not {size}, and distributions of one "
+            "are compared with those of the other: take a draft with the target's tokenizer. If they have one, and "
+            f"differ in padding only, call draft.resize_token_embeddings({size}) first; a recipe names what you save"
+        )
 
 
 def check_finite(features: Tensor | None, hidden: Tensor, loss: Tensor | None) -> None:

@@ -228,6 +228,8 @@ def train(recipe: dict[str, Any], changes: Sequence[str] = ()) -> tuple[str, dic
     with args.main_process_first(desc="preparing data"):
         splits = _splits(recipe, tokenizer, max_positions(target_config))
         check_tokenizer(splits["train"], tokenizer)
+    if features and args.world_size > 1:
+        _check_finished(features["directory"], splits, name)
     target = (alone and _target_of_caches(features["directory"], splits, name, target_config)) or _target(
         **recipe["target"]
     )
@@ -289,6 +291,19 @@ def _splits(recipe: dict[str, Any], tokenizer: Any, positions: int) -> Any:
     split, streaming = options.pop("split", "train"), options.pop("streaming", False)
     data = [(load_raw(name, split, streaming), weight) for name, weight in weights_of(recipe["data"]).items()]
     return prepared(data, tokenizer, positions=positions, **options)
+
+
+def _check_finished(directory: str, parts: Iterable[str], name: str) -> None:
+    """Raise a ValueError unless all caches are finished: other processes wait half an hour for the first, no more."""
+    try:
+        for part in parts:
+            FeatureCache(Path(directory, part))
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"several processes read finished features, and those in {directory} are not: make them first, by hf-spec "
+            f"prepare DATA OUT --target {name} --features {directory}, with OUT as the recipe's data. Or begin this "
+            "recipe in one process, and stop it once they are made"
+        ) from error
 
 
 def _target_of_caches(directory: str, parts: Iterable[str], name: str, config: PreTrainedConfig) -> Any:

@@ -468,6 +468,11 @@ def test_a_draft_needs_its_target(tmp_path: Path) -> None:
     ):
         with pytest.raises(error, match=problem):
             DraftTrainer(eagle3(target), target, eval_prompts=prompts, **given)
+    smaller = vanilla(target, 90)
+    with pytest.raises(ValueError, match=r"90 tokens and not 96, .*call draft\.resize_token_embeddings\(96\) first"):
+        DraftTrainer(smaller, target, **given)
+    smaller.resize_token_embeddings(96)
+    DraftTrainer(smaller, target, **given)
     trainer = DraftTrainer(eagle3(target), target, eval_prompts=torch.tensor([[1, 2], [3, 4]]), **given)
     assert trainer.eval_prompts == [[1, 2], [3, 4]]
     with pytest.raises(ValueError, match="pass token_counts"):

@@ -322,15 +322,20 @@ def test_several_processes_train_as_a_recipe_says(tmp_path: Path) -> None:
     trainer |= {"per_device_train_batch_size": 1, "data_seed": 0, "eval_prompts": 0, "learning_rate": 1e-2}
     recipe = {"target": str(demo.path()), "draft": {"kind": "eagle3", "draft_vocab_size": 256}, "data": str(data)}
     recipe |= {"prepare": {"held_out": 2}, "trainer": trainer | {"output_dir": str(tmp_path / "two")}}
+    recipe["features"] = str(tmp_path / "features")
     path = tmp_path / "recipe.yaml"  # JSON is YAML
     path.write_text(json.dumps(recipe), encoding="utf-8")
+    changes = ["--gradient_accumulation_steps", "2", "--output_dir", str(tmp_path / "one")]
+    _, metrics = train(read_recipe(path), changes)
     code = (
-        "import torch; from hf_spec.cli import main\nstatus = main()\nassert status == 0\n"
+        "import sys, pytest, torch; from hf_spec.cli import main\n"
+        "from hf_spec.training.recipe import read_recipe, train\n"
+        "with pytest.raises(ValueError, match='those in missing are not: make them first, by hf-spec prepare'):\n"
+        "    train(read_recipe(sys.argv[2]) | {'features': {'directory': 'missing'}})\n"
+        "status = main()\nassert status == 0\n"
         "assert not torch.distributed.is_initialized()  # else its threads race with the end of the interpreter"
     )
     printed = run_two(tmp_path, code, "train", str(path), timeout=300)
-    changes = ["--gradient_accumulation_steps", "2", "--output_dir", str(tmp_path / "one")]
-    _, metrics = train(read_recipe(path), changes)
     (loss,) = set(re.findall(r"'eval_loss': '([0-9.]+)'", printed))
     assert float(loss) == pytest.approx(metrics["eval_loss"], rel=1e-3)
     assert (tmp_path / "two" / "model.safetensors").exists()
