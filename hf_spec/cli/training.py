@@ -24,7 +24,7 @@ RECIPE_HELP = """\
 RECIPE.yaml holds at least
 
   target: ORG/MODEL
-  draft: {kind: eagle3}            # or eagle, medusa, mtp, peagle, dflash, dspark, or the path of a draft
+  draft: {kind: eagle3}            # or eagle, medusa, mtp, peagle, dflash, dflash2, dspark, or a draft's path
   data: chats.jsonl                # or a dataset of the Hub, or what hf-spec prepare wrote
   trainer: {output_dir: my-draft}  # arguments of transformers' Trainer and of hf_spec.training
 

@@ -67,7 +67,7 @@ class DraftTrainingArguments(TrainingArguments):
             removes the position from the loss and counts it as wrong. ``"keep"`` compares within the draft
             vocabulary, as the speculators library does.
         feature_loss_weight: weight of a smooth L1 loss between fed-back and true last hidden states
-            (EAGLE-1: 1.0, together with 0.1 cross-entropy).
+            (EAGLE-1: 1.0, together with ``"0.1 kl"``).
         muon_learning_rate: train the draft's inner matrices with Muon at this rate, such as 0.01. It needs fewer
             steps than AdamW. The rest is trained by AdamW at ``learning_rate``, without weight decay. Both follow
             one schedule. ``None``: use what ``optim`` names.

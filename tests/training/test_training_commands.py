@@ -21,13 +21,14 @@ from pairs import each_value
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
 from hf_spec import demo
+from hf_spec.checkpoints.kinds import config_classes
 from hf_spec.cli import main
 
 datasets = pytest.importorskip("datasets")
 peft = pytest.importorskip("peft")
 from hf_spec.progress import Progress  # noqa: E402
 from hf_spec.training import DraftTrainer, DraftTrainingArguments  # noqa: E402
-from hf_spec.training.recipe import read_recipe, train, training_arguments  # noqa: E402
+from hf_spec.training.recipe import FEATURES, PREPARE, read_recipe, train, training_arguments  # noqa: E402
 from hf_spec.training.sources import coverage, is_prepared, prepared  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
@@ -177,6 +178,15 @@ def test_answers_go_to_a_file_that_is_read_again(
     assert not (tmp_path / "rows").exists() and len(data.read_text(encoding="utf-8").splitlines()) == 1
 
 
+def test_the_page_names_all_options_of_prepare(capsys: Any) -> None:
+    with pytest.raises(SystemExit):
+        main(["prepare", "--help"])
+    options = {*re.findall(r"^  (--[\w-]+)", capsys.readouterr().out, flags=re.MULTILINE)}
+    pages = "".join((ROOT / "docs" / name).read_text(encoding="utf-8") for name in ("training.md", "first-draft.md"))
+    missing = {option for option in options if not re.search(rf"{option}\b(?!-)", pages)}
+    assert missing == {"--device", "--dtype", "--threads"}  # of all commands
+
+
 # -- train ------------------------------------------------------------------------------------------------------------
 
 
@@ -189,6 +199,9 @@ def test_the_example_is_a_recipe(optional: bool, stories: Path, tmp_path: Path) 
         text = re.sub(r"^  (?=(features|peft|    ))", "", text, flags=re.MULTILINE)
     given = yaml.safe_load(text)
     assert bool(given.get("peft")) == bool(given.get("features")) == optional
+    assert all(re.search(rf"\b{kind}\b", text) for kind in config_classes())
+    if optional:  # the dtype is taken out with the target's
+        assert ({*given["features"], "dtype"}, {*given["prepare"]}) == ({*FEATURES}, {*PREPARE})
     given |= {"target": TARGET, "data": str(stories)}
     given["draft"]["draft_vocab_size"] = 512
     if optional:  # an adapter on a draft that exists
