@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import groupby
 from typing import Any, cast
@@ -13,7 +14,9 @@ from torch.nn.functional import pad
 from transformers import StopStringCriteria
 
 from ..decode.options import option
+from ..decode.refusals import Refusal, refuse_growing_rope
 from ..metrics import SpeculationStats
+from ..scoring.adapters import base_model
 from ..scoring.plain import input_device
 from ..verify.processors import is_declared_pure, pure
 from .prompts import Completion, Pending
@@ -40,8 +43,9 @@ class Batches:
     """Generation for a few prompts at a time, of similar lengths.
 
     Left-padded rows do not affect each other, except through options that read all tokens of a row, padding included.
-    With these, only prompts of the same length are batched. Rows that only a stop string or a criterion can end would
-    be generated until all are done. So without an end-of-sequence token they are decoded one by one.
+    With these, only prompts of the same length are batched. Rotary frequencies may change at a length, for all rows at
+    once: no batch has prompts on both sides of it. Rows that only a stop string or a criterion can end would be
+    generated until all are done. So without an end-of-sequence token they are decoded one by one.
     """
 
     def __init__(self, model: Any, size: int, options: dict[str, Any]) -> None:
@@ -69,12 +73,20 @@ class Batches:
         """Batch prompts of similar lengths."""
 
         def kind(one: Pending) -> tuple[Any, ...]:
-            return (str(one.kind), 0 if self.pads else -len(one.ids))
+            return (str(one.kind), self._is_long(one), 0 if self.pads else -len(one.ids))
 
         ordered = sorted(prompts, key=lambda one: (*kind(one), -len(one.ids), one.index))
         for _, group in groupby(ordered, kind):
             alike = list(group)
             yield from (alike[start : start + self.size] for start in range(0, len(alike), self.size))
+
+    def _is_long(self, prompt: Pending) -> bool:
+        """Tell whether rotary frequencies stay what they are after ``prompt``, however long the text becomes."""
+        try:
+            refuse_growing_rope(base_model(self.model), {}, len(prompt.ids), sys.maxsize)
+        except Refusal:
+            return False
+        return True
 
     def _answer(self, batch: list[Pending]) -> Iterator[Completion]:
         inputs = _inputs(batch, self.filler, input_device(self.model))

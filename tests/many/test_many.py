@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate import PartialState
-from architectures import build
+from architectures import LONG_ROPE, build
 from groups import leave, run_two
 from pairs import each_value, pairwise, usual
 from test_multimodal import llava
@@ -327,6 +327,10 @@ def test_rotary_frequencies_that_the_engine_would_share(speculator: str | None) 
     with pytest.raises(ValueError, match="the longest text of a batch decides"):
         many(model, texts(), speculator=speculator, engine="generate_batch")
     assert many(model, texts(), speculator=speculator) == alone(model, texts())
+    # The prompts of a batch are on one side of the length.
+    model = build("llama", rope_parameters=LONG_ROPE | {"original_max_position_embeddings": 30})
+    prompts = texts((5, 33, 2, 9, 31, 3))
+    assert many(model, prompts, speculator=speculator) == alone(model, prompts)
 
 
 def test_models_that_the_engine_does_not_take() -> None:
