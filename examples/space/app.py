@@ -208,7 +208,7 @@ def text_of(models: Models, run: Run) -> str:
 
 
 def figures(run: Run) -> str:
-    """Return tokens, tokens per second from the first token on, and the accepted length."""
+    """Return tokens, tokens per second since the call began, and the accepted length."""
     count = len(run.tokens)
     span = run.seconds[-1] if run.seconds else 0.0
     found = [f"{count} tokens"] + ([f"{count / span:.1f} tokens/s"] if span else [])

@@ -42,6 +42,7 @@ INTERRUPTED, PIPE_CLOSED = 130, 141  # exit statuses as shells give them: 128 an
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run ``hf-spec`` with ``argv``, the process's own arguments by default, and return its exit status."""
+    _escape_unwritable()
     try:
         try:
             return _run(_parse(argv))
@@ -52,6 +53,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of the output, such as head, has gone
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python's flush at exit would fail again
         return PIPE_CLOSED
+
+
+def _escape_unwritable() -> None:
+    """Let output escape what its encoding lacks, so that no table or text ends a command whose work is done."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure") and stream.encoding.lower().replace("-", "") != "utf8":
+            stream.reconfigure(errors="backslashreplace")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -97,7 +105,8 @@ def _run(args: argparse.Namespace) -> int:
     except (ValueError, OSError, ImportError, argparse.ArgumentTypeError) as error:
         if args.traceback:
             raise
-        print(f"hf-spec: {printable(as_typed(str(error), args.options))}", file=sys.stderr)
+        told = "\n".join([str(error), *getattr(error, "__notes__", ())])
+        print(f"hf-spec: {printable(as_typed(told, args.options))}", file=sys.stderr)
         return 1
 
 

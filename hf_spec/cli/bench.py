@@ -171,19 +171,21 @@ def numbered(contenders: Sequence[Contender]) -> list[Contender]:
 
 
 def _print(report: BenchReport, args: argparse.Namespace) -> None:
-    """Print the tables and write the files that were asked for."""
+    """Write the files that were asked for, and print the tables."""
     from ..bench import add_to_card
 
-    for category in report.figures:
-        print(f"{category}\n{report.table(category)}\n")
-    if note := report.note():
-        print(f"{note}\n")
-    if args.json:
-        args.json.write_text(json.dumps(report.to_dict(), indent=2) + "\n", encoding="utf-8")
-    if args.png:
-        report.plot(args.png)
-    if args.card:
-        add_to_card(report, args.card)
+    try:  # neither loses the other: the measurement may have taken hours
+        if args.json:
+            args.json.write_text(json.dumps(report.to_dict(), indent=2) + "\n", encoding="utf-8")
+        if args.png:
+            report.plot(args.png)
+        if args.card:
+            add_to_card(report, args.card)
+    finally:
+        for category in report.figures:
+            print(f"{category}\n{report.table(category)}\n")
+        if note := report.note():
+            print(f"{note}\n")
 
 
 # -- trees to search for ----------------------------------------------------------------------------------------------
@@ -249,10 +251,10 @@ def _print_trees(
 ) -> None:
     """Print expected and measured acceptance lengths of the trees found, and the fastest tree."""
     trees = {one.name: one.config.tree for one in contenders if one.config}
-    for name, length in expected.items():
-        print(f"{name}: expected τ {length:.2f}, measured {report.overall[name].mean_accepted_length:.2f}")
     best = max(expected, key=lambda name: report.overall[name].ratio_to_plain)
     text = json.dumps(trees[best])
-    print(f"\nThe fastest is {best}:\n{text}")
     if path:
         path.write_text(text + "\n", encoding="utf-8")
+    for name, length in expected.items():
+        print(f"{name}: expected τ {length:.2f}, measured {report.overall[name].mean_accepted_length:.2f}")
+    print(f"\nThe fastest is {best}:\n{text}")

@@ -7,7 +7,17 @@ import contextlib
 import sys
 from typing import TYPE_CHECKING, Any
 
-from .common import add_answer_options, add_no_pack, add_speculator, asked_for, command, configured, sampling, text_of
+from .common import (
+    add_answer_options,
+    add_no_pack,
+    add_speculator,
+    asked_for,
+    command,
+    configured,
+    read_utf8,
+    sampling,
+    text_of,
+)
 from .history_file import add_history_file, check_history_file, keeping_history
 
 if TYPE_CHECKING:
@@ -31,13 +41,12 @@ def add_chat(commands: Any) -> None:
 def _chat(args: argparse.Namespace) -> None:
     check_history_file(args)
     from ..sampling import set_seed
-    from .loading import load_models, pack_models
+    from .loading import load_models, pack_models, refuse_without_template
 
     target, tokenizer, speculators = load_models(
         args.model, [args.speculator], args.dtype, args.device, lambda draft: [configured(draft, args, args.tree)]
     )
-    if not tokenizer.chat_template:
-        raise ValueError(f"{args.model} has no chat template; use hf-spec generate, or an instruction-tuned model")
+    refuse_without_template(tokenizer, args.model, "use hf-spec generate")
     speculator = speculators[args.speculator]
     pack_models(args, target, speculator)
     if args.seed is not None:
@@ -64,6 +73,7 @@ class _Chat:
     def run(self) -> None:
         """Read lines and answer them until there are no more."""
         is_terminal = sys.stdin.isatty()
+        read_utf8()
         if is_terminal:
             with contextlib.suppress(ImportError):  # on some systems
                 import readline  # noqa: F401, which lets input() edit lines and recall earlier ones
@@ -104,6 +114,7 @@ class _Chat:
         """Answer one message. Of a stopped answer, the part that was generated stays in the chat."""
         from jinja2 import TemplateError
 
+        from ..decode.refusals import refuse_growing_rope
         from ..scoring.plain import input_device
         from .loading import limited_length
 
@@ -114,10 +125,12 @@ class _Chat:
             ).to(input_device(self.target))
         except TemplateError as error:
             raise ValueError(f"the chat template of the model does not take this chat: {error}") from error
+        length = inputs.input_ids.shape[1]
         try:
-            new = limited_length(self.options["max_new_tokens"], inputs.input_ids.shape[1], self.target)
+            new = limited_length(self.options["max_new_tokens"], length, self.target)
+            refuse_growing_rope(self.target, {}, length, length + new)
         except ValueError as error:
-            print(f"({error}, or /reset starts a new chat)")
+            print(f"({str(error).rstrip('.')}, or /reset starts a new chat)")
             self.messages.pop()
             return
         shown = _shown(self.tokenizer)

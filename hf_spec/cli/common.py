@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -189,6 +190,12 @@ def text_of(text: str) -> str:
     except UnicodeEncodeError as error:
         raise argparse.ArgumentTypeError(f"{text[:80]!r} is not UTF-8; write it, or set your terminal, so") from error
     return text
+
+
+def read_utf8() -> None:
+    """Read standard input as UTF-8, unless it is a terminal: Windows would take a code page for pipes and files."""
+    if hasattr(sys.stdin, "reconfigure") and not sys.stdin.isatty():
+        sys.stdin.reconfigure(encoding="utf-8-sig", errors="surrogateescape")
 
 
 def draft_of(text: str) -> str:

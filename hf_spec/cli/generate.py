@@ -17,6 +17,7 @@ from .common import (
     command,
     configured,
     existing,
+    read_utf8,
     resume_hint,
     sampling,
     text_of,
@@ -67,11 +68,13 @@ def _generate(args: argparse.Namespace) -> None:
     from ..bench import Prompt
     from ..sampling import set_seed
     from ..scoring.plain import input_device
-    from .loading import limited_length, load_models, pack_models
+    from .loading import limited_length, load_models, pack_models, refuse_without_template
 
     target, tokenizer, speculators = load_models(
         args.model, [args.speculator], args.dtype, args.device, lambda draft: [configured(draft, args, args.tree)]
     )
+    if args.chat:
+        refuse_without_template(tokenizer, args.model, "leave --chat out")
     speculator = speculators[args.speculator]
     pack_models(args, target, speculator)
     input_ids = torch.tensor([Prompt((text,), chat=args.chat).render([], tokenizer)], device=input_device(target))
@@ -94,4 +97,5 @@ def _generate(args: argparse.Namespace) -> None:
 
 def _read_prompt() -> str:
     """Read standard input without the newline that shells and editors put at its end."""
+    read_utf8()
     return text_of(sys.stdin.read().removesuffix("\n").removesuffix("\r"))

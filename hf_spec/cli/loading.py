@@ -131,6 +131,12 @@ def limited_length(answer: int, prompt: int, target: PreTrainedModel) -> int:
     return answer if size is None else min(answer, space_after(prompt, size, "the target has positions"))
 
 
+def refuse_without_template(tokenizer: PreTrainedTokenizerBase, target: str, instead: str) -> None:
+    """Raise a ValueError if the tokenizer of a target has no chat template; ``instead`` says what else to do."""
+    if not tokenizer.chat_template:
+        raise ValueError(f"{target} has no chat template; {instead}, or take an instruction-tuned model")
+
+
 def load_speculator(name: str, target: PreTrainedModel, dtype: str) -> Speculator:
     """Load a draft by its name: a rule, a draft of any format, or else a causal language model."""
     if name.startswith(WITH_HISTORY):

@@ -38,12 +38,14 @@ def answer_file(args: argparse.Namespace) -> None:
     from ..metrics import Counts
     from ..processes import Processes, launched
     from ..sampling import set_seed
-    from .loading import load_models, pack_models
+    from .loading import load_models, pack_models, refuse_without_template
 
     state, device = launched(args.device)
     target, tokenizer, speculators = load_models(
         args.model, [args.speculator], args.dtype, device, lambda draft: [configured(draft, args, args.tree)]
     )
+    if args.chat:
+        refuse_without_template(tokenizer, args.model, "leave --chat out")
     speculator, processes = speculators[args.speculator], Processes(state)
     pack_models(args, target, speculator)
     options = {"max_new_tokens": args.max_new_tokens, **sampling(args.temperature)}
@@ -52,7 +54,7 @@ def answer_file(args: argparse.Namespace) -> None:
     answers = AnswerFile(args.out, made_from | {"seed": args.seed} | generation_settings(target, options))
     processes.by_the_first(answers.prepare)
     count = answers.read(asked for asked, _ in _questions(args))
-    rest = _Rest(args, tokenizer, answers, count - len(answers))
+    rest = _Rest(args, target, tokenizer, answers, count - len(answers))
     if args.seed is not None:  # not the random numbers of earlier answers, or of another process
         set_seed(args.seed + len(answers), processes.number)
     counts = Counts()
@@ -63,16 +65,22 @@ def answer_file(args: argparse.Namespace) -> None:
         speculation_config=asked_for(speculator, args, args.tree),
         tokenizer=tokenizer,
         batch_size=args.batch_size,
+        look_ahead=None if processes.count == 1 else args.batch_size,  # answers are gathered after so many of each
         accelerator=state,
         **options,
     )
     with keeping_history(args, speculator, tokenizer, writes=processes.is_first):
-        for one in completions:
-            index, asked = rest.waiting.pop(one.index)
-            if processes.is_first:
-                answers.write(index, asked, _answer(one, target.generation_config.eos_token_id))
-            if one.speculation is not None:
-                counts.add(one.speculation.counts)
+        try:
+            for one in completions:
+                index, asked = rest.waiting.pop(one.index)
+                if processes.is_first:
+                    answers.write(index, asked, _answer(one, target.generation_config.eos_token_id))
+                if one.speculation is not None:
+                    counts.add(one.speculation.counts)
+        except Exception as error:
+            if hasattr(error, "__notes__") and any(place != index for place, (index, _) in rest.waiting.items()):
+                error.add_note("where 0 is the first prompt that had no answer yet, and those left out do not count")
+            raise
     if processes.is_first:
         _print(len(rest), len(answers), args.out, counts)
 
@@ -82,6 +90,7 @@ class _Rest:
     """An iterable of the token ids of prompts without an answer; ``waiting`` holds those that are being answered."""
 
     args: argparse.Namespace
+    target: Any
     tokenizer: Any
     answers: AnswerFile
     count: int
@@ -96,14 +105,32 @@ class _Rest:
         place = 0
         for index, asked, prompt in open_ones:
             try:
-                ids = prompt.render([], self.tokenizer)
-            except Exception as error:  # templates may raise anything
-                print(f"prompt {index} is left out: the chat template fails: {printable(error)}", file=sys.stderr)
+                ids = self._ids(prompt)
+            except ValueError as error:
+                print(f"prompt {index} is left out: {printable(error)}", file=sys.stderr)
                 self.count -= 1
                 continue
             self.waiting[place] = index, asked
             place += 1
             yield ids
+
+    def _ids(self, prompt: Prompt) -> list[int]:
+        """Render a prompt. Errors: a ValueError if the template fails, or the target has no room for an answer."""
+        from ..decode.refusals import refuse_growing_rope
+        from .loading import limited_length
+
+        try:
+            ids = prompt.render([], self.tokenizer)
+        except Exception as error:  # templates may raise anything
+            raise ValueError(f"the chat template fails: {error}") from error
+        new = self.args.max_new_tokens
+        if (room := limited_length(new, len(ids), self.target)) < new:
+            raise ValueError(
+                f"after its {len(ids)} tokens the target has positions for {room} new ones, not for "
+                f"--max-new-tokens {new}; ask for fewer, or shorten it"
+            )
+        refuse_growing_rope(self.target, {}, len(ids), len(ids) + new)
+        return ids
 
 
 def _questions(args: argparse.Namespace) -> Iterator[tuple[Question, Prompt]]:

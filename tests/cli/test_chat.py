@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import re
 import signal
 import subprocess
 import sys
@@ -11,12 +12,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from architectures import LONG_ROPE, build
 from servers import DRAFT, TARGET, plain, target
-from transformers import GPT2Config, GPT2LMHeadModel, TextStreamer
+from transformers import TextStreamer
 
 from hf_spec.cli import main
 
-ASKED, AGAIN = "Tell me a story.", "Tell me another one."
+ASKED, AGAIN = "Tell me a story, Zo\xeb.", "Tell me another one."
 BEGIN = "{{ bos_token }}"  # of the model's chat template
 COMMAND = ["chat", TARGET, "--speculator", str(DRAFT), "--max-new-tokens", "24", "--temperature", "0"]
 
@@ -26,7 +28,8 @@ def talk(monkeypatch, capsys) -> Callable[..., list[str]]:
     """Say lines to the command and return what it writes."""
 
     def say(*lines: str, options: tuple[str, ...] = (), model: str = TARGET) -> list[str]:
-        monkeypatch.setattr("sys.stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
+        said = "".join(f"{line}\n" for line in lines).encode()
+        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(said), "cp1252"))
         assert main(["chat", model, *COMMAND[2:], "--dtype", "float32", *options]) == 0
         return capsys.readouterr().out.splitlines()
 
@@ -91,14 +94,23 @@ def test_commands_are_told(talk):
     assert "/reset" in lines[0] and lines[2] == "/rest is not a command"
 
 
-def test_a_chat_goes_on_where_the_positions_of_the_model_end(talk, tmp_path):
-    sizes = {"n_positions": 48, "n_embd": 16, "n_layer": 1, "n_head": 1, "bos_token_id": None, "eos_token_id": None}
-    GPT2LMHeadModel(GPT2Config(vocab_size=2048, **sizes)).save_pretrained(tmp_path)
+@pytest.mark.parametrize(
+    ("model", "new", "told"),
+    [
+        ("gpt2", 500, "the target has positions for 48; shorten it"),
+        ("llama", 20, "may reach 70; generate without `speculator`"),
+    ],
+)
+def test_a_chat_goes_on_where_the_positions_of_the_model_end(talk, tmp_path, model, new, told):
+    """Or where its rotary frequencies would change."""
+    rope = LONG_ROPE | {"rope_type": "dynamic"}
+    ends = {"gpt2": {"n_positions": 48}, "llama": {"max_position_embeddings": 48, "rope_parameters": rope}}
+    build(model, vocab_size=2048, **ends[model]).save_pretrained(tmp_path)
     target()[1].save_pretrained(tmp_path)
-    options = ("--speculator", "ngram", "--max-new-tokens", "500")
+    options = ("--speculator", "ngram", "--max-new-tokens", str(new))
     said = talk(ASKED, AGAIN, "/reset", ASKED, model=str(tmp_path), options=options)
-    refused = next(i for i, line in enumerate(said) if "positions" in line)
-    assert said[refused].endswith("the target has positions for 48; shorten it, or /reset starts a new chat)")
+    refused = next(i for i, line in enumerate(said) if line.endswith(", or /reset starts a new chat)"))
+    assert re.search(f"{told}, or", said[refused])
     assert said[:refused] == said[refused + 1 :] != []
 
 
@@ -133,8 +145,13 @@ def test_ctrl_c_between_answers_ends_nothing(talk, monkeypatch):
 
 
 def test_a_model_without_a_chat_template_is_refused(capsys, tmp_path):
-    assert main(["chat", with_template(tmp_path, None), *COMMAND[2:]]) == 1
-    assert "has no chat template" in capsys.readouterr().err
+    model, prompts = with_template(tmp_path, None), tmp_path / "prompts"
+    prompts.write_text('{"prompt": "a"}\n', encoding="utf-8")
+    many = ["--chat", "--prompts", str(prompts), "--out", str(tmp_path / "out")]
+    for command, *more in (["chat"], ["generate", "--chat", "--prompt", "a"], ["generate", *many]):
+        assert main([command, model, *COMMAND[2:], *more]) == 1
+        assert "has no chat template; " in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.slow

@@ -160,9 +160,11 @@ def test_generate_writes_the_text_and_then_the_figures(models, capsys, speculato
 
 @pytest.mark.parametrize("end", ["", "\n", "\r\n"])
 def test_generate_reads_standard_input_up_to_its_last_newline(models, capsys, monkeypatch, end):
-    monkeypatch.setattr(sys, "stdin", io.StringIO(PROMPT + end))
+    """As UTF-8, with or without its mark at the beginning, whatever the code page of the machine is."""
+    mark, prompt = "\ufeff" if end else "", f"{PROMPT}, Zo\xeb"
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(f"{mark}{prompt}{end}".encode()), "cp1252"))
     assert main(["generate", models["target"], "--speculator", "ngram", "--max-new-tokens", "5"]) == 0
-    assert capsys.readouterr().out.rstrip("\n") == plain_text(models["target"], PROMPT, 5).rstrip("\n")
+    assert capsys.readouterr().out.rstrip("\n") == plain_text(models["target"], prompt, 5).rstrip("\n")
 
 
 def test_generate_ends_where_the_positions_of_the_target_do(tmp_path, capsys):
@@ -237,7 +239,14 @@ def test_bench_limits_prompts_and_leaves_baselines_out(models, prompts, capsys):
     assert "prompt lookup" not in capsys.readouterr().out
 
 
-def test_bench_measures_a_memory_and_goes_on_where_a_file_of_rounds_ends(models, prompts, tmp_path, capsys):
+class Full(io.StringIO):
+    def write(self, text: str) -> int:
+        raise OSError("no space is left")
+
+
+def test_bench_measures_a_memory_and_goes_on_where_a_file_of_rounds_ends(
+    models, prompts, tmp_path, capsys, monkeypatch
+):
     rounds = tmp_path / "rounds.jsonl"
     options = ["--prompts-per-category", "1", "--max-new-tokens", "4", "--warmup", "0", "--no-baselines"]
     call = ["bench", models["target"], "--prompts", prompts, *options, "--draft", "history", "--rounds", str(rounds)]
@@ -246,6 +255,14 @@ def test_bench_measures_a_memory_and_goes_on_where_a_file_of_rounds_ends(models,
     assert "history chain" in first
     assert main(call) == 0
     assert (capsys.readouterr().out, rounds.read_bytes()) == (first, kept)  # the same seconds: nothing was run
+    with monkeypatch.context() as patch:  # pipes of Windows have no Greek letters
+        patch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), "cp1252"))
+        assert main(call) == 0
+        assert sys.stdout.buffer.getvalue().decode("cp1252") == first.replace("τ", r"\u03c4") != first
+        patch.setattr(sys, "stdout", Full())
+        assert main([*call, "--json", str(tmp_path / "bench.json")]) == 1
+    assert json.loads((tmp_path / "bench.json").read_text(encoding="utf-8"))["figures"]
+    capsys.readouterr()
     assert main([*call, "--temperature", "1"]) == 1
     assert "measured with other settings (temperature was 0.0, not 1.0)" in capsys.readouterr().err
 

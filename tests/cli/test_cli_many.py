@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import time
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from architectures import LONG_ROPE, build
 from groups import COMMAND, run_two, start
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
@@ -19,6 +21,20 @@ from hf_spec.many import generate as generating
 from hf_spec.many.answers import AnswerFile
 
 CHAT = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}: {% endif %}"
+
+ROPE = LONG_ROPE | {"rope_type": "dynamic"}
+SIZES = (6, 50, 40, 36)  # of prompts, in tokens
+# What the first process of a group sees in the file of answers when it reads prompt 10.
+SEEING = """
+import os, sys
+from hf_spec.many import generate as generating
+pending, out = generating.pending, sys.argv[sys.argv.index("--out") + 1]
+def seeing(index, *more):
+    if index == 10 and os.environ["RANK"] == "0":
+        print(sum(1 for _ in open(out)), "are written")
+    return pending(index, *more)
+generating.pending = seeing
+"""
 
 
 @pytest.fixture(scope="module")
@@ -265,9 +281,38 @@ def test_what_the_template_does_not_take_is_left_out(
         assert {index: entry["text"] for index, entry in entries.items()} == wanted(str(path), entries)
 
 
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_what_leaves_no_room_for_an_answer_is_left_out(
+    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In a table of positions, or before rotary frequencies change; an error names the others."""
+    ends = {"gpt2": {"n_positions": 48}, "llama": {"max_position_embeddings": 48, "rope_parameters": ROPE}}
+    path, prompts, out = tmp_path / "target", tmp_path / "prompts", tmp_path / "out.jsonl"
+    target, tokenizer = build(kind, vocab_size=2048, **ends[kind]), AutoTokenizer.from_pretrained(demo.path())
+    target.save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    texts = ["Once upon a time" + " dog" * (size - len(tokenizer("Once upon a time").input_ids)) for size in SIZES]
+    prompts.write_text("\n".join(json.dumps({"prompt": text}) for text in texts), encoding="utf-8")
+    assert main(command(str(path), prompts, out)) == 0
+    told = capsys.readouterr().err
+    long, growing = "has 50 tokens, and the target has positions for 48", "changes its frequencies .* may reach"
+    short = "after its 40 tokens the target has positions for 8 new ones, not for --max-new-tokens 12; "
+    reasons = {1: f"the prompt {long}", 2: short} if kind == "gpt2" else {1: f".*{growing} 62", 2: f".*{growing} 52"}
+    assert all(re.search(f"prompt {index} is left out: {reason}", told) for index, reason in reasons.items())
+    entries = read(out)
+    assert {*entries} == {0, 3}
+    assert {index: one["text"] for index, one in entries.items()} == wanted(str(path), entries)
+    target.generation_config.num_beams = 2
+    target.save_pretrained(path)
+    assert main(command(str(path), prompts, tmp_path / "other.jsonl")) == 1
+    assert "for the prompts [1, 0]\nwhere 0 is the first prompt that had no answer yet" in capsys.readouterr().err
+
+
 def test_processes_write_one_file(model: str, prompts: Path, tmp_path: Path) -> None:
+    """After each batch of both: when prompt 10 is read, six answers are there."""
     out = tmp_path / "out.jsonl"
-    run_two(tmp_path, COMMAND, *command(model, prompts, out))
+    told = run_two(tmp_path, SEEING + COMMAND, *command(model, prompts, out))
+    assert told.splitlines()[0] == "6 are written"
     entries = read(out)
     assert {index: entry["text"] for index, entry in entries.items()} == wanted(model, entries)
     assert len(entries) == 11
