@@ -56,6 +56,7 @@ def convert(
     _check_verifier(verifier)
     _check_code(with_code, to)
     draft = AutoDraftModel.from_pretrained(src, **kwargs)
+    _check_unquantised(draft)
     if verifier is not None:
         draft.config.speculators_config["verifier"]["name_or_path"] = verifier
     if self_contained:
@@ -85,6 +86,13 @@ def _check_code(with_code: bool, to: str) -> None:
         raise ValueError(
             f"with_code goes with to={SPECULATORS.name!r}, the layout that the code reads; {to!r} is for other "
             "programs, which read no code"
+        )
+
+
+def _check_unquantised(draft: DraftModel) -> None:
+    if getattr(draft.config, "quantization_config", None) is not None:
+        raise ValueError(
+            "the draft's weights are quantised, which no layout can express; convert the unquantised draft"
         )
 
 

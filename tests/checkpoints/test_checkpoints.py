@@ -403,6 +403,8 @@ def test_a_draft_that_was_saved_quantised_is_read_by_its_path(bits: int, tmp_pat
     assert torch.equal(logits(draft, PLAIN), logits(known, PLAIN))
     with pytest.raises(ValueError, match=r"part of weights that are stored quantised.*unquantised checkpoint"):
         inspect(packed)
+    with pytest.raises(ValueError, match="are quantised, which no layout can express; convert the unquantised draft"):
+        convert(packed, tmp_path / "out", "eagle3", **placement(target))
 
 
 def test_quantised_drafts_of_others_are_refused_as_such(tmp_path: Path) -> None:
