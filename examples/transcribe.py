@@ -1,6 +1,6 @@
 """Transcribe a recording with draft tokens, and compare with plain generation.
 
-    python examples/transcribe.py recording.wav --model openai/whisper-large-v3 --draft openai/whisper-tiny
+    python examples/transcribe.py recording.wav --model openai/whisper-medium --draft openai/whisper-tiny
 
 ``--model`` is the directory or Hub id of any Whisper, ``--draft`` that of a smaller one with the same tokens, or
 ``ngram`` or another word of ``speculator=``. WAV files are read by Python itself, other formats by soundfile if that

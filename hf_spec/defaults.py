@@ -18,8 +18,9 @@ _named: WeakKeyDictionary[PreTrainedModel, tuple[Speculator, str, dict[str, Any]
 
 
 def set_speculator(model: PreTrainedModel, speculator: Any, config: SpeculationConfig | None = None) -> None:
-    """Let every ``generate`` call of ``model`` use ``speculator``; ``None`` goes back to plain generation.
+    """Let every ``generate`` call of ``model`` use ``speculator``; ``None`` forgets it.
 
+    After that, calls are plain, unless the model's generation config names a speculator.
     So do the calls of a language model inside ``model``, which BLIP-2 lets generate.
     Nothing is stored on the model, so copies of it have no default speculator. A call's own ``speculator=``,
     ``assistant_model=`` or ``custom_generate=`` comes first. ``speculator=False`` turns the default off for one call.

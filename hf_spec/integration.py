@@ -324,7 +324,7 @@ def _with_exit_layer(model: Any, speculator: Any, kwargs: dict[str, Any]) -> Any
             "one of them."
         )
     layer = own or option(model, kwargs, "assistant_early_exit")
-    kwargs["assistant_early_exit"] = None  # or transformers would decode with it
+    kwargs.pop("assistant_early_exit", None)
     return speculator if layer is None else EarlyExitSpeculator(layer)
 
 

@@ -348,7 +348,10 @@ class SpeculationStats:
 
     @property
     def overhead(self) -> float:
-        """Return the share of the steps' time spent neither proposing nor in the target's forward."""
+        """Return the share of the steps' time spent neither proposing nor in the target's forward.
+
+        On an accelerator, that is the host's time: it waits there for forwards that were launched before.
+        """
         return _ratio(self.verify_seconds, self.propose_seconds + self.target_seconds + self.verify_seconds)
 
     def to_dict(self) -> dict[str, Any]:

@@ -95,6 +95,19 @@ def test_guesses_on_another_device_are_found() -> None:
         model.generate(**inputs, max_new_tokens=8, speculator=Elsewhere(text))
 
 
+@pytest.mark.parametrize("sample", [False, True])
+def test_prompts_may_lie_on_the_cpu(sample: bool) -> None:
+    """transformers moves them; texts come back where prompts are."""
+    model, inputs = there(target()), prompts(2)
+    texts = []
+    for given in ({}, {"speculator": "plain"}, {"speculator": "ngram"}):
+        torch.manual_seed(0)
+        exact = {"speculation_config": SpeculationConfig(verification="exact")} if given else {}
+        texts.append(model.generate(**inputs, max_new_tokens=8, do_sample=sample, **given, **exact))
+    assert texts[0].device.type == "cpu"
+    assert torch.equal(texts[1], texts[0]) and torch.equal(texts[2], texts[0])
+
+
 # -- waits of a step --------------------------------------------------------------------------------------------------
 
 

@@ -65,7 +65,7 @@ def answer_file(args: argparse.Namespace) -> None:
         speculation_config=asked_for(speculator, args, args.tree),
         tokenizer=tokenizer,
         batch_size=args.batch_size,
-        look_ahead=None if processes.count == 1 else args.batch_size,  # answers are gathered after so many of each
+        look_ahead=None if processes.count == 1 else 4 * args.batch_size,  # of each; then answers are gathered
         accelerator=state,
         **options,
     )

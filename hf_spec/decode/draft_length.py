@@ -24,6 +24,7 @@ from ..policy.fixed import FixedLength
 from ..policy.store import Profile, profile_of, prompt_class
 from ..proposal import tree_from_paths
 from ..sampling import is_seeded
+from ..scoring.graphs import is_compiled
 from ..scoring.modules import weights_of
 from ..scoring.plain import scored_vocabulary
 from ..scoring.widths import costs_of_widths
@@ -148,7 +149,7 @@ def _profile(config: SpeculationConfig, situation: Situation) -> Profile:
     shape = str(config.tree), config.tree_topk, config.num_tree_tokens, config.confidence_threshold
     rule = config.acceptance, config.accept_k, config.accept_tolerance, situation.samples
     target, device = situation.target, situation.device
-    forward = situation.is_packed, is_invariant(target), situation.is_static, *situation.way
+    forward = situation.is_packed, is_compiled(target), is_invariant(target), situation.is_static, *situation.way
     machine = str(device), target.dtype, torch.get_num_threads(), prompt_class(situation.prompt_length)
     key = *situation.speculator.profile_key, *shape, *rule, *machine, *forward
     return profile_of(target, network_of(situation.speculator), *key)

@@ -107,9 +107,12 @@ class Emitter:
         return StepResult(torch.stack(path, 1), emitted, kept, texts, accepted, proposed, deepest, proposal.is_chain)
 
     def _plain_scores(self, rows: list[int], logits: Tensor) -> Tensor:
-        """Call the user's processors on the complete batch, as plain ``generate`` does; finished rows score zeros."""
+        """Call the user's processors on the complete batch, as plain ``generate`` does.
+
+        Finished rows have the logits of a growing one: what a processor makes of them can be drawn from.
+        """
         ids = self.sequences.padded()
-        scores = logits.new_zeros((len(ids), logits.shape[-1]), dtype=torch.float32)
+        scores = logits[:1].float().repeat(len(ids), 1)
         scores[rows] = logits.float()
         return self.processors(ids, scores)
 

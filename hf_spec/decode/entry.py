@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -147,8 +148,8 @@ def decode_with(
     tokenizer: Any = None,
 ) -> Any:
     """Call ``plain``, the ``generate`` of transformers, with our loop as its way of decoding."""
-    if speculator.shares_target_cache:
-        kwargs.setdefault("assistant_early_exit", None)  # a config's, with which transformers would decode
+    if speculator.shares_target_cache:  # a config's own layer, with which transformers would decode
+        kwargs = _without(model, kwargs, "assistant_early_exit")
     if config is None:
         config = configured(model, kwargs)
         if num_speculative_tokens is None:
@@ -194,6 +195,7 @@ def refuse_other_ways(model: PreTrainedModel, kwargs: dict[str, Any]) -> None:
     Errors: a TypeError for a field of SpeculationConfig as a keyword of its own.
     """
     _refuse_fields(kwargs)
+    _refuse_options_of_assistants(kwargs)
     for name in ("assistant_model", "custom_generate"):
         if kwargs.get(name) is not None:
             raise Refusal(f"`speculator` and `{name}` are two ways of decoding; pass one of them.")
@@ -210,6 +212,25 @@ def refuse_other_ways(model: PreTrainedModel, kwargs: dict[str, Any]) -> None:
             "token_healing: transformers keeps the tokenizer from a `custom_generate` callable. Heal the prompt "
             "first: input_ids = model.heal_tokens(input_ids, tokenizer)."
         )
+
+
+_ASSISTED = {  # options of transformers' assisted generation, and what asks for the same here
+    "num_assistant_tokens": "pass num_speculative_tokens=N",
+    "num_assistant_tokens_schedule": "the draft length is adaptive, or num_speculative_tokens=N is constant",
+    "assistant_confidence_threshold": "pass speculation_config=hf_spec.SpeculationConfig(confidence_threshold=...)",
+    "assistant_ensemble_weight": "rules that change the text are SpeculationConfig(acceptance=...)",
+    "max_matching_ngram_size": "pass speculator=hf_spec.NgramSpeculator(max_ngram=...)",
+    "speculation_type": "pass the draft itself as speculator=...",
+}
+
+
+def _refuse_options_of_assistants(kwargs: dict[str, Any]) -> None:
+    for name, instead in _ASSISTED.items():
+        if kwargs.get(name) is not None:
+            raise Refusal(
+                f"Cannot generate with a speculator: {name} is an option of transformers' assisted generation. Drop "
+                f"it; {instead}."
+            )
 
 
 def _refuse_fields(kwargs: dict[str, Any]) -> None:
@@ -241,4 +262,14 @@ def _with_stop_strings(model: PreTrainedModel, kwargs: dict[str, Any], tokenizer
     criteria = StoppingCriteriaList(kwargs.get("stopping_criteria") or [])
     if not any(type(one) is StopStringCriteria for one in criteria):  # the caller's own one takes precedence
         criteria.append(StopStringCriteria(stop_strings=strings, tokenizer=tokenizer))
-    return {**kwargs, "stopping_criteria": criteria, "stop_strings": None}
+    return _without(model, kwargs, "stop_strings") | {"stopping_criteria": criteria}
+
+
+def _without(model: PreTrainedModel, kwargs: dict[str, Any], name: str) -> dict[str, Any]:
+    """Take the option ``name`` out of a call; transformers warns of keywords beside a generation config."""
+    config = kwargs.get("generation_config")
+    if config is None or getattr(model.generation_config, name, None) is not None:  # which would fill it in again
+        return kwargs | {name: None}
+    config = copy.copy(config)
+    setattr(config, name, None)
+    return {key: value for key, value in kwargs.items() if key != name} | {"generation_config": config}

@@ -487,7 +487,8 @@ def _check_ids(ids: Tensor, total: int) -> None:
 
 
 def _broken(tensor: Tensor) -> bool:
-    return tensor.is_floating_point() and not tensor.is_meta and not bool(tensor.isfinite().all())
+    is_plain = type(tensor) in (Tensor, nn.Parameter)  # quantised tensors may not know the operator
+    return is_plain and tensor.is_floating_point() and not tensor.is_meta and not bool(tensor.isfinite().all())
 
 
 def softcapped(logits: Tensor, cap: float | None) -> Tensor:

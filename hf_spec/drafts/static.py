@@ -274,10 +274,9 @@ class CompiledDrafter(Drafter):
             rest, accepted = _split(accepted, width)
             self._inner.read(self._padded(rest, rest.tokens.shape[1]))
         padded = self._padded(accepted, width)
-        proposal = self._compiler(
-            _grow_proposal, self._inner.draft, self._inner, padded, self._depth, self._prepare(limit)
-        )
-        proposal = proposal.map_tensors(lambda one: lasting(one[: len(amounts)]))
+        given = self._inner, padded, self._depth, self._prepare(limit)
+        proposal = self._compiler(_grow_proposal, self._inner.draft, *given, keep=_lasting)
+        proposal = proposal.map_tensors(lambda one: one[: len(amounts)])
         return proposal.truncate(limit).to(accepted.tokens.device)
 
     def _prepare(self, limit: int) -> PreparedDraft:
@@ -312,6 +311,10 @@ class CompiledDrafter(Drafter):
 
 def _grow_proposal(inner: StaticDrafter, accepted: AcceptedTokens, limit: int, prepared: PreparedDraft) -> Proposal:
     return inner.grow_proposal(accepted, limit, prepared)
+
+
+def _lasting(proposal: Proposal) -> Proposal:
+    return proposal.map_tensors(lasting)
 
 
 def _split(accepted: AcceptedTokens, width: int) -> tuple[AcceptedTokens, AcceptedTokens]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Hashable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -91,12 +91,12 @@ def settings_of_torch() -> Hashable:
     cuda = torch.backends.cuda.matmul
     return (
         torch.get_num_threads(),
-        torch.get_float32_matmul_precision(),
+        cuda.fp32_precision,  # the getters of torch's older settings fail once a newer one is set
+        cast(Any, torch.backends.mkldnn).matmul.fp32_precision,
         torch.are_deterministic_algorithms_enabled(),
         torch.backends.mkldnn.enabled,
         torch.is_autocast_enabled("cpu"),
         torch.is_autocast_enabled("cuda"),
-        cuda.allow_tf32,
         cuda.allow_fp16_reduced_precision_reduction,
         cuda.allow_bf16_reduced_precision_reduction,
         tuple(nn.modules.module._global_forward_hooks),

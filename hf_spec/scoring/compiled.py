@@ -20,7 +20,7 @@ from transformers.masking_utils import create_masks_for_generate
 from transformers.utils import logging
 
 from ..device_tensors import to_device, to_list
-from .graphs import Graphs, compiled_model, taking_turns, why_not_compiled
+from .graphs import Graphs, compiled_model, lasting, taking_turns, why_not_compiled
 from .kept import KeptBuffers, buffers_of
 from .kv_view import KVView
 from .names import CACHE
@@ -154,6 +154,8 @@ class StaticCacheRunner(ModelRunner):
             ancestors = None if ancestors is None else ancestors.to(rows.device).index_select(0, rows)
         with self._turn():
             scores = super().extend(tokens.clone(memory_format=torch.contiguous_format), ancestors, depth)
+            if self.compiled is not None:
+                scores = scores.each(lasting)  # another thread may run the graph next
         if count < width:
             scores = scores.each(lambda states: states[:, :count])
         return scores if rows is None else scores.of(self.slots.index_of_row)
@@ -163,7 +165,7 @@ class StaticCacheRunner(ModelRunner):
         return [self._numbers[row] for row in (range(count) if rows is None else to_list(rows))]
 
     def _forward(self, inputs: dict[str, Any]) -> Any:
-        if self.compiled is None or self.model in _not_compiled:
+        if self.compiled is None or self.compiled.is_too_large or self.model in _not_compiled:
             return super()._forward(inputs)
         return self.compiled(inputs)
 
@@ -175,6 +177,7 @@ class CompiledForward:
         self.config: CompileConfig = config or model._default_compile_config()
         self._model, self._compiled = model, compiled_model(model, self.config, watched)
         self.graphs = Graphs(self.config)
+        self.is_too_large = False
 
     def __call__(self, inputs: dict[str, Any]) -> Any:
         """Return the outputs of a forward; it runs eagerly, after one warning, if it cannot be compiled."""
@@ -184,6 +187,10 @@ class CompiledForward:
             return self._give_up(reason, inputs)
         try:
             return self._run(masks)
+        except torch.OutOfMemoryError:  # of this call: a smaller one may have room for its graphs
+            outputs = self._model(**inputs)
+            self.is_too_large = True
+            return outputs
         except Exception as error:  # whatever torch.compile makes of an unforeseen architecture
             return self._give_up(why_not_compiled(error), inputs)
 

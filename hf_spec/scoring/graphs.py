@@ -76,6 +76,7 @@ class Compiler:
         self.graphs = Graphs(self.config)
         self._options = self.config.to_dict() | FIXED_SHAPES | {"fullgraph": True}
         self._kept: list[KeptBuffers] = []
+        self._too_large: list[Any] = []
         self._sharing: dict[nn.Module, tuple[nn.Module, ...]] = {}
 
     def buffers_of(self, draft: nn.Module, device: torch.device) -> KeptBuffers:
@@ -88,12 +89,15 @@ class Compiler:
         for kept in self._kept:
             kept.free()
 
-    def __call__(self, function: Callable[..., T], owner: Any, *args: Any) -> T:
+    def __call__(
+        self, function: Callable[..., T], owner: Any, *args: Any, keep: Callable[[T], T] = lambda found: found
+    ) -> T:
         """Return ``function(*args)``, compiled; run eagerly, after one warning, if that fails for its ``owner``.
 
-        ``args`` must hold no Python number that changes often: each value is compiled anew.
+        ``args`` must hold no Python number that changes often: each value is compiled anew. ``keep`` takes results out
+        of the memory of graphs, before another thread runs one.
         """
-        if owner in _failed:
+        if owner in _failed or owner in self._too_large:
             return function(*args)
         if isinstance(owner, nn.Module) and owner not in self._sharing:
             self._sharing[owner] = _sharing_packed_weights(owner)
@@ -102,7 +106,10 @@ class Compiler:
             with taking_turns, self.graphs.counted():
                 if self._begins_step:
                     torch.compiler.cudagraph_mark_step_begin()
-                found: T = compiled(*args)
+                found: T = keep(compiled(*args))
+        except torch.OutOfMemoryError:  # of this call: a smaller one may have room for its graphs
+            found = function(*args)
+            self._too_large.append(owner)
         except Exception as error:  # whatever torch.compile makes of an unforeseen draft
             found = function(*args)  # fails too if it is not the compiler that failed
             _failed.add(owner)

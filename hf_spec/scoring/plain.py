@@ -175,7 +175,7 @@ def _logits_after(
         kwargs = model._update_model_kwargs_for_generation(
             outputs, kwargs, is_encoder_decoder=model.config.is_encoder_decoder, num_new_tokens=new
         )
-        input_ids = torch.cat([input_ids, piece], dim=1)
+        input_ids = torch.cat([input_ids, piece.to(input_ids.device)], dim=1)
         inputs = model.prepare_inputs_for_generation(input_ids, next_sequence_length=new, **kwargs)
         inputs.pop("logits_to_keep", None)  # some models set it to 1
         outputs = model(**inputs, return_dict=True)

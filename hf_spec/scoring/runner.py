@@ -375,7 +375,8 @@ class ModelRunner:
 
     def _score_as_plain(self, caught: dict[int, Tensor], masks: PlainMasks, proposal: Proposal) -> Scores:
         slots, rows = self.slots, self.slots.cache.rows
-        inputs = {**self._step_kwargs, self._names.ids: proposal.tokens, self._cache_name: slots.cache.shown}
+        tokens = proposal.tokens.to(slots.device)  # a prompt may lie elsewhere
+        inputs = {**self._step_kwargs, self._names.ids: tokens, self._cache_name: slots.cache.shown}
         if (mask := slots.mask_of(rows.longest + 1)) is not None:
             inputs[self._names.mask] = mask
         if self._origin is not None:

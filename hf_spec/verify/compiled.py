@@ -39,9 +39,14 @@ class CompiledVerifier:
         noise = _fill_up(uniform_noise(proposal.tokens.shape, logits.device))
         processed = None if scores is None else _fill_up(scores)
         given = rule, proposal.map_tensors(_fill_up), _fill_up(logits), processed, noise
-        result, table = self._compiler(_verify, rule, *given)
-        path, tokens, counts = (lasting(part[:rows]) for part in (result.path, result.tokens, result.counts))
+        result, table = self._compiler(_verify, rule, *given, keep=_lasting)
+        path, tokens, counts = (part[:rows] for part in (result.path, result.tokens, result.counts))
         return VerificationResult(path, tokens, counts), table[:rows]
+
+
+def _lasting(found: tuple[VerificationResult, Tensor]) -> tuple[VerificationResult, Tensor]:
+    result, table = found
+    return VerificationResult(*map(lasting, (result.path, result.tokens, result.counts))), lasting(table)
 
 
 def _fill_up(states: Tensor) -> Tensor:

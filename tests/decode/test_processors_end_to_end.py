@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -159,6 +160,26 @@ class Counting(LogitsProcessor):
         self.log.append(input_ids)
         scores[:, self.banned[:, len(self.log) % self.banned.shape[1]]] = -torch.inf
         return scores
+
+
+class Floor(LogitsProcessor):
+    """Forbid all tokens that are a little less likely than the mean: where all are equally likely, all."""
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        return scores.masked_fill(scores.log_softmax(-1) < -math.log(0.9 * scores.shape[-1]), -torch.inf)
+
+
+def test_a_floor_of_probabilities_samples_beside_a_text_that_has_ended() -> None:
+    inputs, processors = prompts(2, (4, 4)), LogitsProcessorList([Floor()])
+    ends: dict[str, Any] = {"do_sample": True, "top_k": 0, "pad_token_id": 0}
+    for _ in range(2):  # the second time a token ends the first text
+        torch.manual_seed(3)
+        plain = generate(inputs, ends, logits_processor=processors)
+        ends = {"eos_token_id": plain[0, 7].item(), **ends}
+    assert plain[0, -1] == 0 != plain[1, -1]
+    torch.manual_seed(3)
+    options = {"speculator": Oracle(plain, wrong=5), "speculation_config": SpeculationConfig(verification="exact")}
+    assert torch.equal(generate(inputs, ends, logits_processor=processors, **options), plain)
 
 
 def same(logs: list[Tensor], others: list[Tensor]) -> bool:

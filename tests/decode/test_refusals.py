@@ -133,6 +133,14 @@ def test_option(case: str) -> None:
             refuse(cause, cure, generation_config=config, max_new_tokens=None)
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("num_assistant_tokens", 5), ("assistant_ensemble_weight", 0.3), ("max_matching_ngram_size", 2)],
+)
+def test_options_of_assisted_generation_are_not_dropped(name: str, value: float) -> None:
+    refuse(f"{name} is an option of transformers' assisted generation", "Drop it; ", **{name: value})
+
+
 @pytest.mark.parametrize("field", ["verification", "acceptance", "tree"])
 def test_a_field_of_the_settings_is_no_keyword(field: str) -> None:
     with pytest.raises(TypeError, match=rf"field of .*hf_spec\.SpeculationConfig\({field}='any'\)"):

@@ -13,6 +13,7 @@ from architectures import build, prompts
 from batches import batching, prompts_of
 from pairs import each_value
 from test_distribution_end_to_end import VANILLA, Lying, distribution, sample
+from test_static import warnings_of
 from test_verification import TOO_FAR, deviation
 from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel
@@ -378,7 +379,9 @@ def test_the_layer_is_named_by_the_call_or_the_checkpoint() -> None:
         exits(target, inputs, speculator="early-exit")
     assert torch.equal(exits(target, inputs, speculator="early-exit", assistant_early_exit=1), expected)
     asked = GenerationConfig(max_new_tokens=NEW, assistant_early_exit=1, pad_token_id=0)
-    assert torch.equal(target.generate(**inputs, generation_config=asked, speculator="early-exit"), expected)
+    with warnings_of(target) as told:
+        assert torch.equal(target.generate(**inputs, generation_config=asked, speculator="early-exit"), expected)
+    assert not any("deprecated" in message for message in told) and asked.assistant_early_exit == 1
     target.config.early_exit_layer = 3
     assert EarlyExitSpeculator().layer_of(target) == 3
     target.generation_config.assistant_early_exit = 2  # it comes first, and plain generate would decode with it

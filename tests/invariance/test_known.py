@@ -62,6 +62,7 @@ CHANGES: dict[str, Callable[[Any], object]] = {
     "attention": lambda model: model.set_attn_implementation("eager"),
     "config": lambda model: setattr(model.config, "rms_norm_eps", 1e-3),
     "attribute": lambda model: setattr(model.model.layers[0].self_attn, "scaling", 0.5),
+    "products": lambda model: setattr(torch.backends.cuda.matmul, "fp32_precision", "tf32"),
     "precision": lambda model: model.bfloat16(),
     "adapters": adapted,
 }
@@ -90,6 +91,7 @@ def test_what_changed_is_compared_anew_and_what_did_not_is_remembered(monkeypatc
                 assert len(calls) == wanted, name
     finally:
         torch.set_num_threads(threads)
+        torch.backends.cuda.matmul.fp32_precision = "none"
 
 
 def test_a_hook_that_looks_at_all_rows_is_found_though_the_model_was_compared_before() -> None:

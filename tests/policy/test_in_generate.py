@@ -161,8 +161,10 @@ def test_another_forward_has_a_profile_of_its_own() -> None:
         others = policy_of("ngram", model=model)
     finally:
         torch.set_num_threads(threads - 1)
-    assert len({id(one.cost) for one in (plain, packed, exact, others)}) == 4
     assert policy_of("ngram", model=model).cost is plain.cost
+    model.forward = torch.compile(model.forward, backend="eager")
+    compiled = policy_of("ngram", model=model)
+    assert len({id(one.cost) for one in (plain, packed, exact, others, compiled)}) == 5
 
 
 def test_with_a_seed_a_second_token_costs_nothing_more_in_blocks_alone(monkeypatch: pytest.MonkeyPatch) -> None:

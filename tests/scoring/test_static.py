@@ -512,6 +512,19 @@ def test_a_compiler_that_fails_costs_a_warning_only(forwards: Forwards) -> None:
     assert ["no such machine" in message for message in told if "not compiled" in message] == [True]
 
 
+def test_a_call_without_memory_for_its_graphs_runs_as_it_is_and_the_next_one_compiles(forwards: Forwards) -> None:
+    def too_large(graph: fx.GraphModule, inputs: Any) -> Any:
+        raise torch.OutOfMemoryError("no memory")
+
+    model = noisy_copy(target("llama"), 5)
+    text = generate(model, 3)
+    with warnings_of(model) as told:
+        out = guessing(model, 3, text, TREE, compile_config=on_any_device(backend=too_large))
+    assert torch.equal(out, text) and not told
+    assert torch.equal(guessing(model, 3, text, TREE, compile_config=on_any_device()), text)
+    assert forwards.shapes
+
+
 def test_masks_that_a_model_does_not_take_are_noticed(forwards: Forwards, monkeypatch: pytest.MonkeyPatch) -> None:
     model = noisy_copy(target("llama"), 4)
     text = generate(model, 3)

@@ -124,7 +124,7 @@ class TargetMtp(MtpModel, Speculator):
             _padding.reset(token)
         norm = cast(Any, self.layers[module]).post_norm
         normed = hidden if norm is None else norm(hidden)  # (batch, length, hidden)
-        logits = self._project_to_logits(normed[:, -logits_to_keep:])
+        logits = self._project_to_logits(normed[:, -logits_to_keep:]).to(normed.device)  # a head may lie elsewhere
         # The next layer is fed the normed state in every family, as transformers does.
         feeds_normed = self.feeds_normed or module + 1 < self.num_modules
         return DraftOutput(logits, normed if feeds_normed else hidden, past_key_values)
