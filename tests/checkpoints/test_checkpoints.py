@@ -16,9 +16,9 @@ from groups import in_another_process
 from huggingface_hub.utils import validate_repo_id
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoConfig, AutoModel, BitsAndBytesConfig
+from transformers import AutoConfig, AutoModel, BitsAndBytesConfig, TorchAoConfig
 
-from hf_spec import config_keys
+from hf_spec import config_keys, demo
 from hf_spec.checkpoints.auto import AutoDraftModel
 from hf_spec.checkpoints.conversion import convert, export
 from hf_spec.checkpoints.files import read_checkpoint
@@ -405,6 +405,16 @@ def test_a_draft_that_was_saved_quantised_is_read_by_its_path(bits: int, tmp_pat
         inspect(packed)
     with pytest.raises(ValueError, match="are quantised, which no layout can express; convert the unquantised draft"):
         convert(packed, tmp_path / "out", "eagle3", **placement(target))
+
+
+def test_a_draft_that_torchao_quantised_is_read_by_its_path(tmp_path: Path) -> None:
+    quantization = pytest.importorskip("torchao.quantization", reason="torchao is not installed")
+    given = TorchAoConfig(quantization.Int8WeightOnlyConfig())
+    known = AutoModel.from_pretrained(demo.path("draft-eagle3"), quantization_config=given)
+    known.save_pretrained(tmp_path)
+    draft = AutoDraftModel.from_pretrained(tmp_path)
+    assert type(draft.fc.weight) is type(known.fc.weight) is not torch.nn.Parameter
+    assert torch.equal(draft.fc.weight.dequantize(), known.fc.weight.dequantize())
 
 
 def test_quantised_drafts_of_others_are_refused_as_such(tmp_path: Path) -> None:

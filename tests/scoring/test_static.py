@@ -513,8 +513,11 @@ def test_a_compiler_that_fails_costs_a_warning_only(forwards: Forwards) -> None:
 
 
 def test_a_call_without_memory_for_its_graphs_runs_as_it_is_and_the_next_one_compiles(forwards: Forwards) -> None:
-    def too_large(graph: fx.GraphModule, inputs: Any) -> Any:
+    def recording(*args: Any) -> Any:
         raise torch.OutOfMemoryError("no memory")
+
+    def too_large(graph: fx.GraphModule, inputs: Any) -> Any:
+        return recording
 
     model = noisy_copy(target("llama"), 5)
     text = generate(model, 3)
