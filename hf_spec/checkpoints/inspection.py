@@ -11,7 +11,7 @@ from ..drafts.files import Checkpoint, Format
 from ..untrusted import printable
 from .auto import load
 from .files import read_checkpoint
-from .kinds import find_format, is_added, kind_of, translate
+from .kinds import find_format, is_added, is_saved_quantised, kind_of, translate
 
 
 @dataclass(frozen=True)
@@ -50,6 +50,8 @@ class Report:
 def inspect(path: str | os.PathLike[str], **hub: Any) -> Report:
     """Describe the draft at ``path`` (directory or Hub id). Errors: those of reading it, or an unknown format."""
     checkpoint = read_checkpoint(path, **hub)
+    if is_saved_quantised(checkpoint.config):
+        raise ValueError(f"{path} was saved quantised. It loads by its path; inspect the unquantised draft")
     found = find_format(checkpoint)
     config, tensors = translate(checkpoint)
     engines = kind_of(config).engines(config, checkpoint, found.name)

@@ -253,8 +253,10 @@ def _print_trees(
     trees = {one.name: one.config.tree for one in contenders if one.config}
     best = max(expected, key=lambda name: report.overall[name].ratio_to_plain)
     text = json.dumps(trees[best])
-    if path:
-        path.write_text(text + "\n", encoding="utf-8")
-    for name, length in expected.items():
-        print(f"{name}: expected τ {length:.2f}, measured {report.overall[name].mean_accepted_length:.2f}")
-    print(f"\nThe fastest is {best}:\n{text}")
+    try:
+        if path:
+            path.write_text(text + "\n", encoding="utf-8")
+    finally:
+        for name, length in expected.items():
+            print(f"{name}: expected τ {length:.2f}, measured {report.overall[name].mean_accepted_length:.2f}")
+        print(f"\nThe fastest is {best}:\n{text}")

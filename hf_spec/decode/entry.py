@@ -148,7 +148,7 @@ def decode_with(
     tokenizer: Any = None,
 ) -> Any:
     """Call ``plain``, the ``generate`` of transformers, with our loop as its way of decoding."""
-    if speculator.shares_target_cache:  # a config's own layer, with which transformers would decode
+    if speculator.shares_target_cache and kwargs.get("assistant_early_exit") is None:  # else a config's layer decodes
         kwargs = _without(model, kwargs, "assistant_early_exit")
     if config is None:
         config = configured(model, kwargs)

@@ -6,6 +6,7 @@ import functools
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import groupby
+from operator import itemgetter
 from typing import Any, cast
 
 import torch
@@ -44,7 +45,7 @@ class Batches:
 
     Left-padded rows do not affect each other, except through options that read all tokens of a row, padding included.
     With these, only prompts of the same length are batched. Rotary frequencies may change at a length, for all rows at
-    once: no batch has prompts on both sides of it. Rows that only a stop string or a criterion can end would be
+    once: no batch has texts on both sides of it. Rows that only a stop string or a criterion can end would be
     generated until all are done. So without an end-of-sequence token they are decoded one by one.
     """
 
@@ -55,6 +56,7 @@ class Batches:
         strings, *stops = (option(model, options, name) for name in ("stop_strings", "stopping_criteria", "max_time"))
         self.stops, tokenizer = bool(strings) or any(stops), options.get("tokenizer")
         self.strings = StopStringCriteria(tokenizer, strings) if strings and tokenizer and not any(stops) else None
+        self.new = option(model, options, "max_new_tokens") or 0
         self.size = 1 if self.stops and not self.ends else size
         # Finished rows are padded with a token that is hardly ever emitted: the last one of the vocabulary.
         words = model.config.get_text_config(decoder=True).vocab_size
@@ -72,21 +74,25 @@ class Batches:
     def of(self, prompts: Iterable[Pending]) -> Iterator[list[Pending]]:
         """Batch prompts of similar lengths."""
 
-        def kind(one: Pending) -> tuple[Any, ...]:
-            return (str(one.kind), self._is_long(one), 0 if self.pads else -len(one.ids))
-
-        ordered = sorted(prompts, key=lambda one: (*kind(one), -len(one.ids), one.index))
-        for _, group in groupby(ordered, kind):
-            alike = list(group)
+        keyed = [((str(one.kind), self._part(one), 0 if self.pads else -len(one.ids)), one) for one in prompts]
+        keyed.sort(key=lambda both: (*both[0], -len(both[1].ids), both[1].index))
+        for _, group in groupby(keyed, itemgetter(0)):
+            alike = [one for _, one in group]
             yield from (alike[start : start + self.size] for start in range(0, len(alike), self.size))
 
-    def _is_long(self, prompt: Pending) -> bool:
-        """Tell whether rotary frequencies stay what they are after ``prompt``, however long the text becomes."""
+    def _part(self, prompt: Pending) -> int:
+        """Number what is batched together: texts that pass the length at which rotary frequencies change are alone."""
+        length = len(prompt.ids)
+        if self._changes(length, length + self.new):
+            return prompt.index
+        return -1 if self._changes(length, sys.maxsize) else -2
+
+    def _changes(self, first: int, last: int) -> bool:
         try:
-            refuse_growing_rope(base_model(self.model), {}, len(prompt.ids), sys.maxsize)
+            refuse_growing_rope(base_model(self.model), {}, first, last)
         except Refusal:
-            return False
-        return True
+            return True
+        return False
 
     def _answer(self, batch: list[Pending]) -> Iterator[Completion]:
         inputs = _inputs(batch, self.filler, input_device(self.model))

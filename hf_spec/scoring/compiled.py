@@ -187,12 +187,11 @@ class CompiledForward:
             return self._give_up(reason, inputs)
         try:
             return self._run(masks)
-        except torch.OutOfMemoryError:  # of this call: a smaller one may have room for its graphs
-            outputs = self._model(**inputs)
+        except torch.OutOfMemoryError:  # in this call: a smaller one may have room for its graphs
             self.is_too_large = True
-            return outputs
         except Exception as error:  # whatever torch.compile makes of an unforeseen architecture
             return self._give_up(why_not_compiled(error), inputs)
+        return self._model(**inputs)  # out here, where the error holds no memory any more
 
     def _run(self, inputs: dict[str, Any]) -> Any:
         with self.graphs.counted():

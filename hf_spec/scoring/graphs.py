@@ -107,15 +107,16 @@ class Compiler:
                 if self._begins_step:
                     torch.compiler.cudagraph_mark_step_begin()
                 found: T = keep(compiled(*args))
-        except torch.OutOfMemoryError:  # of this call: a smaller one may have room for its graphs
-            found = function(*args)
+                return found
+        except torch.OutOfMemoryError:  # in this call: a smaller one may have room for its graphs
             self._too_large.append(owner)
         except Exception as error:  # whatever torch.compile makes of an unforeseen draft
             found = function(*args)  # fails too if it is not the compiler that failed
             _failed.add(owner)
             name = getattr(owner, "__name__", type(owner).__name__)
             logger.warning(f"{name} is not compiled, but run as it is: {why_not_compiled(error)}.")
-        return found
+            return found
+        return function(*args)  # out here, where the error holds no memory any more
 
 
 def why_not_compiled(error: Exception) -> str:

@@ -295,7 +295,7 @@ def _asked(given: Any, arguments: dict[str, Any]) -> _Asked:
 
 
 def _turns(conversation: Any) -> Turns:
-    """Return the messages before each answer, or all if there is no answer; [] for an invalid conversation.
+    """Return the messages before each answer, or all if there is no answer; [] if it is invalid or asks nothing.
 
     An answer before the first question is left out: the target has nothing to answer yet.
     """
@@ -308,10 +308,14 @@ def _turns(conversation: Any) -> Turns:
     for message in messages:
         if message["role"] != "assistant":
             turn.append(message)
-        elif turns or any(one["role"] not in ("system", "developer") for one in turn):
+        elif turns or _asks(turn):
             turns.append(turn)
             turn = []
-    return turns or ([turn] if turn else [])
+    return turns or ([turn] if _asks(turn) else [])
+
+
+def _asks(turn: Turn) -> bool:
+    return any(one["role"] not in ("system", "developer") for one in turn)
 
 
 def _encoded(prompt: str, target: Any, tokenizer: Any) -> list[int]:
@@ -319,7 +323,7 @@ def _encoded(prompt: str, target: Any, tokenizer: Any) -> list[int]:
     ids: list[int] = tokenizer(prompt, add_special_tokens=False)["input_ids"]
     if not ids:
         raise Unusable
-    check_ids(0, max(ids, default=0), len(target.get_input_embeddings().weight))
+    check_ids(0, max(ids), len(target.get_input_embeddings().weight))
     if (limit := position_limit(target)) is not None and len(ids) >= limit:
         logger.warning_once(f"conversations that leave no position for an answer in the target's {limit} are skipped")
         raise Unusable("long")

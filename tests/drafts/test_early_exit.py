@@ -403,6 +403,8 @@ def test_a_bad_layer_is_refused() -> None:
         exits(model(), prompts(1), assistant_early_exit=1)
     with pytest.raises(ValueError, match=r"assistant_early_exit is another way.*or pass speculator='early-exit'"):
         exits(model(), prompts(1), speculator="ngram", assistant_early_exit=1)
+    with pytest.raises(ValueError, match=r"assistant_early_exit is another way"):
+        exits(model(), prompts(1), speculator=HybridSpeculator(EarlyExitSpeculator(2)), assistant_early_exit=1)
 
 
 def test_transformers_own_early_exit_is_passed_on() -> None:

@@ -331,6 +331,9 @@ def test_rotary_frequencies_that_the_engine_would_share(speculator: str | None) 
     model = build("llama", rope_parameters=LONG_ROPE | {"original_max_position_embeddings": 30})
     prompts = texts((5, 33, 2, 9, 31, 3))
     assert many(model, prompts, speculator=speculator) == alone(model, prompts)
+    if speculator is None:  # a text that gets beyond the length is alone
+        prompts = texts((5, 25, 33, 9))
+        assert many(model, prompts) == alone(model, prompts)
 
 
 def test_models_that_the_engine_does_not_take() -> None:

@@ -144,11 +144,12 @@ def test_an_answer_before_the_first_question_is_none_of_the_targets(tmp_path: Pa
     with pytest.raises(ValueError, match="none but before the first question"):
         prepare_dataset(chats([greeting]), words)
     target, options = tiny_target(vocab_size=len(words)), {"max_new_tokens": 4, "do_sample": False, "progress": False}
-    asked = [[greeting, *CHAT], [greeting], [system, greeting, *CHAT[:2]], CHAT, [system, *CHAT[:2]]]
+    silent = [greeting], [system, greeting]
+    asked = [*silent, [greeting, *CHAT], [system, greeting, *CHAT[:2]], CHAT, [system, *CHAT[:2]]]
     for _ in range(2):  # the second call finds all answers there
         path = regenerate(asked, target, words, tmp_path / "new.jsonl", batch_size=2, **options)
-        first, none, second, *others = (json.loads(line)["messages"] for line in path.read_text().splitlines())
-        assert [first, second] == others and none == []
+        found = [json.loads(line)["messages"] for line in path.read_text().splitlines()]
+        assert found[:2] == [[], []] and found[2:4] == found[4:]
     bare = tokenizer("{% for m in messages %}{{ m.content }} {% endfor %}")
     path = regenerate([[CHAT[0] | {"content": " "}], CHAT[:1]], target, bare, tmp_path / "bare.jsonl", **options)
     assert [len(json.loads(line)["messages"]) for line in path.read_text().splitlines()] == [0, 2]
