@@ -9,6 +9,7 @@ from itertools import accumulate
 from typing import Literal
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 from ..drafts.base import Speculator, network_of
@@ -25,7 +26,7 @@ from ..policy.store import Profile, profile_of, prompt_class
 from ..proposal import tree_from_paths
 from ..sampling import is_seeded
 from ..scoring.graphs import is_compiled
-from ..scoring.modules import weights_of
+from ..scoring.modules import modules_of, weights_in
 from ..scoring.plain import scored_vocabulary
 from ..scoring.widths import costs_of_widths
 from ..settings import DEFAULT_NUM_SPECULATIVE_TOKENS, SpeculationConfig
@@ -58,15 +59,20 @@ class Situation:
         return self.target.device
 
     @functools.cached_property
+    def modules(self) -> list[nn.Module]:
+        """List the target's modules."""
+        return modules_of(self.target)
+
+    @functools.cached_property
     def is_packed(self) -> bool:
         """Tell whether the target has packed weights."""
-        return PackedWeight in map(type, weights_of(self.target))
+        return PackedWeight in map(type, weights_in(self.modules))
 
     @functools.cached_property
     def is_in_blocks(self) -> bool:
         """Tell whether the target has packed weights, and none of them keeps torch's layout."""
         return self.is_packed and not any(
-            isinstance(one, PackedWeight) and one._storage.kept_for for one in weights_of(self.target)
+            isinstance(one, PackedWeight) and one._storage.kept_for for one in weights_in(self.modules)
         )
 
 
@@ -149,7 +155,8 @@ def _profile(config: SpeculationConfig, situation: Situation) -> Profile:
     shape = str(config.tree), config.tree_topk, config.num_tree_tokens, config.confidence_threshold
     rule = config.acceptance, config.accept_k, config.accept_tolerance, situation.samples
     target, device = situation.target, situation.device
-    forward = situation.is_packed, is_compiled(target), is_invariant(target), situation.is_static, *situation.way
+    compiled = is_compiled(target, situation.modules)
+    forward = situation.is_packed, compiled, is_invariant(target), situation.is_static, *situation.way
     machine = str(device), target.dtype, torch.get_num_threads(), prompt_class(situation.prompt_length)
     key = *situation.speculator.profile_key, *shape, *rule, *machine, *forward
     return profile_of(target, network_of(situation.speculator), *key)

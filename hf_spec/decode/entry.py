@@ -225,17 +225,20 @@ _ASSISTED = {  # options of transformers' assisted generation, and what asks for
 
 
 def _refuse_options_of_assistants(kwargs: dict[str, Any]) -> None:
-    for name, instead in _ASSISTED.items():
-        if kwargs.get(name) is not None:
+    for name in kwargs.keys() & _ASSISTED.keys():
+        if kwargs[name] is not None:
             raise Refusal(
                 f"Cannot generate with a speculator: {name} is an option of transformers' assisted generation. Drop "
-                f"it; {instead}."
+                f"it; {_ASSISTED[name]}."
             )
 
 
+# Whisper's own generate passes the number on.
+_FIELDS = SpeculationConfig.__dataclass_fields__.keys() - {"num_speculative_tokens"}
+
+
 def _refuse_fields(kwargs: dict[str, Any]) -> None:
-    fields = SpeculationConfig.__dataclass_fields__.keys() - {"num_speculative_tokens"}  # Whisper's own passes that on
-    if found := [name for name in kwargs if name in fields]:
+    if found := [*filter(_FIELDS.__contains__, kwargs)]:
         given = ", ".join(f"{name}={kwargs[name]!r:.40}" for name in found)
         raise TypeError(
             f"generate has no keyword {found[0]!r}, which is a field of SpeculationConfig: pass "

@@ -101,10 +101,9 @@ def _refuse_asked(asked: Callable[[str], Any], other_ways: Sequence[str]) -> Non
     """Raise a ``Refusal`` for what ``asked(name)``, the options of a call, cannot go together with draft tokens."""
     if (beams := asked("num_beams") or 1) > 1:
         raise _refusal(_why_no_beams(int(beams)))
-    for name in other_ways:
-        if asked(name):
-            instead = ", or pass speculator='early-exit'" if name == "assistant_early_exit" else ""
-            raise _refusal(f"{name} is another way of decoding; drop it or drop `speculator`{instead}")
+    for name in filter(asked, other_ways):
+        instead = ", or pass speculator='early-exit'" if name == "assistant_early_exit" else ""
+        raise _refusal(f"{name} is another way of decoding; drop it or drop `speculator`{instead}")
     if asked("output_attentions"):
         raise _refusal(
             "output_attentions: a block's attention looks different from that of single steps; set it to False"

@@ -9,6 +9,8 @@ import threading
 import time
 import types
 from collections.abc import Callable, Iterator, Sequence
+from itertools import repeat
+from operator import attrgetter
 from typing import Any, TypeVar, cast
 from weakref import WeakSet
 
@@ -29,6 +31,7 @@ T = TypeVar("T")
 # Shapes are few and fixed: each has its own graph, none is symbolic. Torch's default of 8 recompilations is too few.
 FIXED_SHAPES = {"dynamic": False, "recompile_limit": 256}
 
+_FORWARD, _COMPILED = attrgetter("forward"), "_torchdynamo_orig_callable"
 _OWN_FORWARD = frozenset(("forward", "_compiled_call_impl"))  # attributes of a module that its class does not set
 
 logger = logging.get_logger(__name__)
@@ -125,15 +128,15 @@ def why_not_compiled(error: Exception) -> str:
     return " ".join([f"{type(error).__name__}:", *lines[:2]])
 
 
-def is_compiled(model: nn.Module) -> bool:
-    """Tell whether the user has compiled the model or a part of it, by ``compile()`` or torch.compile of a forward."""
-    modules = modules_of(model)
-    if all(map(_OWN_FORWARD.isdisjoint, map(vars, modules))):  # as usual: one module of each class tells all
-        modules = [*dict(zip(map(type, modules), modules, strict=True)).values()]
-    return any(
-        module._compiled_call_impl is not None or hasattr(module.forward, "_torchdynamo_orig_callable")
-        for module in modules
-    )
+def is_compiled(model: nn.Module, modules: Sequence[nn.Module] | None = None) -> bool:
+    """Tell whether the user has compiled the model or a part of it, by ``compile()`` or torch.compile of a forward.
+
+    ``modules``: those of the model, where they are known.
+    """
+    modules = modules_of(model) if modules is None else modules
+    if all(map(_OWN_FORWARD.isdisjoint, map(vars, modules))):  # as usual: their classes tell all
+        return any(map(hasattr, map(_FORWARD, set(map(type, modules))), repeat(_COMPILED)))
+    return any(module._compiled_call_impl is not None or hasattr(module.forward, _COMPILED) for module in modules)
 
 
 def compiled_model(model: Any, config: CompileConfig, watched: Sequence[int]) -> Callable[..., Any]:

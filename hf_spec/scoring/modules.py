@@ -31,7 +31,12 @@ def modules_of(model: nn.Module) -> list[nn.Module]:
 
 def weights_of(model: nn.Module) -> list[nn.Parameter]:
     """List the parameters of ``model``, each once."""
-    return distinct(chain.from_iterable(map(_VALUES, map(_PARAMETERS, map(vars, modules_of(model))))))
+    return weights_in(modules_of(model))
+
+
+def weights_in(modules: Iterable[nn.Module]) -> list[nn.Parameter]:
+    """List the parameters of ``modules``, without those of modules inside, each once."""
+    return distinct(chain.from_iterable(map(_VALUES, map(_PARAMETERS, map(vars, modules)))))
 
 
 def distinct(things: Iterable[T | None]) -> list[T]:

@@ -111,7 +111,7 @@ def short_slots(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     """Compile nothing, but run what would be."""
-    monkeypatch.setattr(Compiler, "__call__", lambda compiler, function, name, *args: function(*args))
+    monkeypatch.setattr(Compiler, "__call__", lambda compiler, function, name, *args, **_: function(*args))
     monkeypatch.setattr(compiled, "_not_compiled", dict.fromkeys([target("llama")], "a test"))
 
 

@@ -55,7 +55,7 @@ def compiler(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(graphs, "_compiled", [])
     graphs._failed.clear()
     if request.param == "as it is":
-        monkeypatch.setattr(Compiler, "__call__", lambda compiler, function, owner, *args: function(*args))
+        monkeypatch.setattr(Compiler, "__call__", lambda compiler, function, owner, *args, **_: function(*args))
         monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
         yield Compiler(None, DEPTH)
     else:
