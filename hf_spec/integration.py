@@ -5,7 +5,9 @@ from __future__ import annotations
 import functools
 import inspect
 import os
+import re
 from typing import Any, Literal, Protocol, overload
+from weakref import WeakKeyDictionary
 
 from torch import LongTensor, Tensor
 from transformers import (
@@ -63,6 +65,8 @@ DOCUMENTATION = """
 """
 
 logger = logging.get_logger(__name__)
+
+_said: WeakKeyDictionary[Any, set[str]] = WeakKeyDictionary()  # reasons for which a default was left, by model
 
 
 class SpeculativeDecoding(Decoding):
@@ -199,8 +203,11 @@ def _speculative(plain: Any) -> Any:
 
 
 def _leave_default(model: Any, refusal: Refusal) -> None:
-    """Say once why a call of ``model`` is plain."""
-    logger.warning_once(f"The model's default speculator is not used: {refusal} The text is generated plainly.")
+    """Say once why a call of ``model`` is plain, whatever its lengths are."""
+    reason = re.sub(r"\d+", "N", str(refusal))
+    if reason not in (said := _said.setdefault(model, set())):
+        said.add(reason)
+        logger.warning(f"The model's default speculator is not used: {refusal} The text is generated plainly.")
     forget_speculation(model)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard
 
+from ..whole_files import write_files
 from .report import COLUMNS, BenchReport
 
 PROMPTS, METRIC = "prompts", "mean_accepted_length"  # kinds of data and of figures, by which ours are known
@@ -42,7 +43,7 @@ def add_to_card(report: BenchReport, path: str | os.PathLike[str]) -> None:
         for method in methods
         if (length := figures[method].mean_accepted_length) is not None
     ]
-    Path(path).write_text(str(card), encoding="utf-8")
+    write_files({Path(path).name: str(card)}, Path(path).parent)
 
 
 def _section(report: BenchReport, methods: list[str]) -> str:

@@ -257,7 +257,7 @@ class _Bench:
                 runs[method.name].append(self._run(method, inputs))
                 self._advance()
             self._turn += 1
-        return {name: sorted(tried, key=lambda run: run.speed)[len(tried) // 2] for name, tried in runs.items()}
+        return {name: sorted(tried, key=lambda run: run.speed)[(len(tried) - 1) // 2] for name, tried in runs.items()}
 
     def _run(self, method: Method, inputs: dict[str, Tensor]) -> Run:
         set_seed(self.settings.seed + self._turn)

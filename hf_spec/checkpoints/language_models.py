@@ -22,6 +22,8 @@ def load_language_model(path: str | os.PathLike[str], target: PreTrainedModel, *
     hub = {name: kwargs[name] for name in (*HUB_OPTIONS, "trust_remote_code") if name in kwargs}
     config = AutoConfig.from_pretrained(path, **hub)
     kind: Any = AutoModelForCausalLM
+    if type(config) not in AutoModelForCausalLM._model_mapping:  # of models that read images, too
+        kind = class_of(config)
     if config.is_encoder_decoder:
         kind = class_of(config)
         if not target.config.is_encoder_decoder:

@@ -104,6 +104,7 @@ class Call:
         self.block: tuple[Proposal, list[int]] | None = None
         self.prompt_mask: Tensor
         self._was_plain = False  # the last step drafted nothing
+        self._compiled = False  # the last step compiled something
 
     def run(self, input_ids: Tensor) -> Tensor | SpeculativeOutput | SpeculativeEncoderDecoderOutput:
         """Generate after ``input_ids`` (batch, length), and return what ``generate`` returns."""
@@ -252,7 +253,7 @@ class Call:
         self, proposal: Proposal, start: float, score: Callable[[Proposal], Scores], roll_back: Callable[[], None]
     ) -> StepResult:
         """Score, verify and commit; ``roll_back`` draft tokens that spoil the scores, and score without."""
-        usual, graphs = self.stats.steps > 0, self.stats.graphs
+        usual, graphs = self.stats.steps > 0 and not self._compiled, self.stats.graphs
         with self.stats.timed("target"):
             scores = score(proposal)
         with self.stats.timed("verify"):
@@ -269,7 +270,8 @@ class Call:
             self._commit(proposal, scores, result)
             counts = (result.proposed, result.accepted, result.kept, result.deepest, result.emitted)
             self.stats.step(self.rows, *counts)
-        self._observe(proposal, result, start, usual and self.stats.graphs == graphs)
+        self._compiled = self.stats.graphs != graphs  # then the next step records CUDA graphs
+        self._observe(proposal, result, start, usual and not self._compiled)
         return result
 
     def _commit(self, proposal: Proposal, scores: Scores, result: StepResult) -> None:

@@ -62,6 +62,7 @@ class DraftModel(PreTrainedModel, Speculator):
     layouts: ClassVar[Mapping[str, Callable[[Any], Files]]] = {}
     needs_anchors: ClassVar[bool] = False  # whether it drafts blocks, which are trained from selected positions only
     vllm_method: ClassVar[str | None] = None  # the method in vLLM's --speculative-config
+    vllm_settings: ClassVar[dict[str, Any]] = {}  # and what else stands there
     supports_gradient_checkpointing = False  # it would drop the cache, which later training steps read
     _supports_sdpa = True
     _supports_flex_attn = True
@@ -317,7 +318,7 @@ class DraftModel(PreTrainedModel, Speculator):
         """Say in Markdown how vLLM serves the draft at ``path`` for ``target``."""
         if cls.vllm_method is None:
             return f"vLLM does not serve drafts of this kind ({config.speculators_model_type})."
-        return vllm_command(cls.vllm_method, target, path, config.num_speculative_tokens)
+        return vllm_command(cls.vllm_method, target, path, config.num_speculative_tokens, **cls.vllm_settings)
 
     def unroll(self, given: UnrollInput, steps: int, recompute: bool = False) -> Unrolled:
         """Draft ``steps`` tokens from every position of a text at once, for training.
@@ -511,7 +512,7 @@ def only_one(features: Tensor | None, hidden_states: Tensor | None) -> Tensor:
     raise ValueError("pass either features (first step) or hidden_states (later steps), and not both")
 
 
-def vllm_command(method: str, target: str, path: str, num_speculative_tokens: int) -> str:
+def vllm_command(method: str, target: str, path: str, num_speculative_tokens: int, **more: Any) -> str:
     """Return the command, in Markdown, by which vLLM serves ``target`` with the draft at ``path``."""
-    setting = json.dumps({"method": method, "model": path, "num_speculative_tokens": num_speculative_tokens})
+    setting = json.dumps({"method": method, "model": path, "num_speculative_tokens": num_speculative_tokens, **more})
     return f"In vLLM:\n\n```sh\nvllm serve {target} --speculative-config '{setting}'\n```"

@@ -16,6 +16,7 @@ from ..decode.options import option
 from ..decode.refusals import Refusal
 from ..defaults import default_speculator, fill_in
 from ..invariance.mode import is_invariant
+from ..scoring.adapters import base_model, why_in_generate
 from ..settings import SpeculationConfig
 from .prompts import Completion, Pending
 
@@ -66,6 +67,9 @@ def why_not_engine(model: Any, options: dict[str, Any]) -> str | None:
     config, others = merged_config(model, options)
     if others:
         return f"it takes no {sorted(others)[0]}"
+    if (adapter := why_in_generate(model)) is not None:
+        return f"it goes past PEFT's generate, which the adapter ({adapter}) needs"
+    model = base_model(model)
     if (getattr(model, "tp_size", None) or 1) > 1 or len(getattr(model, "hf_device_map", None) or ()) > 1:
         return "the model is spread over several devices"
     if option(model, options, "cache_implementation"):

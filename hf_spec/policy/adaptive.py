@@ -72,6 +72,9 @@ class AdaptiveLength(DraftLengthPolicy):
         self.stops_early, self._lag = stops_early, lag
         self._basis, self._agree = basis, agree
         self._chosen: Counter[int] = Counter()
+        self._last = _plain(1)
+        self._retried: DraftSource | None = None  # by the last plan, though plain steps promise more
+        self._again: DraftSource | None = None  # the time of that step said nothing: it read what plain steps had left
         self._confidence: list[list[float]] = []  # of the draft tokens of this step, by sequence
         self._survival: list[list[float]] = []
 
@@ -103,6 +106,12 @@ class AdaptiveLength(DraftLengthPolicy):
     def observe(self, step: StepObservation) -> None:
         source = self._last.source if step.length else DraftSource.NONE
         self._chosen[step.length] += 1
+        if step.seconds is None and step.length and self.cost.is_measured:
+            self._again = self._retried
+        self._retried = None
+        if step.length == 0 and self._last.model_length and self._last.source is DraftSource.MODEL:
+            self.acceptance.record_plain_step()  # the draft ran and proposed nothing: no time of a plain step
+            return
         seconds = self.cost.observe(step.batch_size, source, min(step.length, MAX_LENGTH), step.seconds)
         self.idle.stepped(step.batch_size, source, seconds)
         if step.length == 0:
@@ -137,6 +146,9 @@ class AdaptiveLength(DraftLengthPolicy):
 
     def _choose(self, batch_size: int, estimates: Sequence[Estimate]) -> DraftPlan:
         options = self._options(batch_size, estimates)
+        again, self._again = self._again, None
+        if (one := next((one for one in options if one.source is again), None)) is not None:
+            return one.plan(min(len(one.survival), self.cost.usual(batch_size, one.source)))
         return self._explored(batch_size, options) or self._fastest(batch_size, options)
 
     def _explored(self, batch_size: int, options: Sequence[_Option]) -> DraftPlan | None:
@@ -163,6 +175,7 @@ class AdaptiveLength(DraftLengthPolicy):
             usual = min(len(one.survival), self.cost.usual(batch_size, one.source))
             until = self.cost.curve(batch_size, one.source)[usual] / TRIES - self.idle.seconds(batch_size, one.source)
             if length == 0 and until < 0:
+                self._retried = one.source
                 return one.plan(usual)
             wait = min(wait, until)
             if length and speed > fastest:

@@ -69,11 +69,11 @@ class MeasuredCost(StepCost):
     def observe(self, batch_size: int, source: DraftSource, length: int, seconds: float | None) -> float:
         key = size_class(batch_size), source
         samples = self._samples.setdefault(key, {})
+        if length not in samples:  # the first step of a kind warms up and does not count
+            samples[length] = deque(maxlen=SAMPLES)
+            return seconds or 0.0
         if seconds is None:
             return 0.0
-        if length not in samples:  # the first step of a kind warms up, or records a CUDA graph, and does not count
-            samples[length] = deque(maxlen=SAMPLES)
-            return seconds
         own = samples[length]
         own.append(seconds)
         self._since_median[key] = since = self._since_median.get(key, 0) + 1

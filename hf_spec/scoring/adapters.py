@@ -32,6 +32,18 @@ def base_model(model: Any) -> Any:
     return model
 
 
+def why_in_generate(model: Any) -> str | None:
+    """Name the active adapter of a PEFT model that works through the ``generate`` of PEFT alone, if there is one.
+
+    These are virtual tokens (prompt, prefix and P-tuning) and activated LoRA, which counts tokens of the prompt.
+    """
+    model = getattr(model, "_orig_mod", model)
+    config: Any = getattr(model, "active_peft_config", None)
+    if getattr(config, "is_prompt_learning", False) or getattr(config, "alora_invocation_tokens", None):
+        return str(getattr(config.peft_type, "value", config.peft_type))
+    return None
+
+
 def given_by_row(hook: Any) -> str | None:
     """Name the argument per row that ``hook``, if it is PEFT's, gives a layer."""
     keywords = getattr(hook, "keywords", ())  # a functools.partial

@@ -152,6 +152,8 @@ def _without_cache(kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 def _is_content(value: object) -> bool:
+    if isinstance(value, dict):  # of what encoders gave; empty for text
+        return any(map(_is_content, value.values()))
     return value is not None and not isinstance(value, (bool, int, float, str))
 
 

@@ -49,12 +49,15 @@ def model_card(
     target_name: str | None = None,
     best_step: int | None = None,
     chat: bool = False,
+    draft_name: str | None = None,
 ) -> str:
     """Return a README for the Hub: target, recipe, measurements, and how to load the draft.
 
     ``base`` is the draft's name if an adapter on it is saved. ``examples`` counts the training examples.
     ``best_step`` is the step whose weights were loaded when training ended. ``chat``: trained on conversations.
+    ``draft_name`` is that of the repository, where it differs from ``hub_model_id``.
     """
+    draft_name = draft_name or args.hub_model_id or "this-draft"
     name = target_name or hub_name(target.config.name_or_path)
     kind = draft.config.speculators_model_type if isinstance(draft, DraftModel) else "independent"
     what = f"{kind} draft" if base is None else f"adapter on a draft ({kind})"
@@ -67,8 +70,8 @@ def model_card(
         f"the target's. Trained by {_library()}.",
         "## How to use it\n\n"
         + _install(peft=base is not None or bool(adapter))
-        + _snippet(draft, (name or "the-target", adapter), args.hub_model_id or "this-draft", base, chat)
-        + _usage_in_vllm(draft, name or "the-target", args.hub_model_id or "this-draft", base),
+        + _snippet(draft, (name or "the-target", adapter), draft_name, base, chat)
+        + _usage_in_vllm(draft, name or "the-target", draft_name, base),
         "## Measured\n\n" + _measured(args, history, best_step),
         "## Training\n\n" + _recipe(args, steps, history, examples),
         "## Licence\n\n" + _licence(args.license, _has_weights_of(draft, target)),

@@ -12,7 +12,7 @@ from transformers.utils import logging
 
 from ..configuration import hub_name, max_positions, sizes_of
 from ..drafts.modeling import DraftModel
-from ..scoring.adapters import base_model
+from ..scoring.adapters import base_model, why_in_generate
 from ..versions import CHECKPOINTING_ARGUMENT
 from .arguments import DraftTrainingArguments
 
@@ -41,6 +41,11 @@ def check_call(target: Any, args: Any, given: Mapping[str, Any]) -> None:
     if not isinstance(base_model(target), PreTrainedModel) or isinstance(base_model(target), DraftModel):
         raise TypeError(
             f"the target is a {type(target).__name__}: pass a loaded language model as the second argument"
+        )
+    if (adapter := why_in_generate(target)) is not None:
+        raise ValueError(
+            f"the target's adapter ({adapter}) works through PEFT's generate alone, so that training would read the "
+            "target without it: merge it, or take an adapter of weights, such as LoRA"
         )
     if base_model(target).config.is_encoder_decoder:
         raise ValueError(
@@ -133,12 +138,16 @@ def _warn(draft: Any, target: PreTrainedModel) -> None:
 
 
 def name_target(draft: Any, target: Any, name: str | None) -> None:
-    """Write the target's sizes and Hub id into the config of ``draft``, never a local directory."""
+    """Write the target's sizes and Hub id into the config of ``draft``, never a local directory.
+
+    A target without an id may be another one than that of a draft that is trained further.
+    """
     if not isinstance(draft, DraftModel):
         return
     verifier = draft.config.speculators_config["verifier"]
     verifier |= sizes_of(target.config)
-    verifier["name_or_path"] = name or hub_name(verifier.get("name_or_path"))
+    kept = None if base_model(target).config.name_or_path else hub_name(verifier.get("name_or_path"))
+    verifier["name_or_path"] = name or kept
     if verifier["name_or_path"] is None:
         logger.warning_once("the target of this draft has no name: set target_name to its id on the Hub")
 

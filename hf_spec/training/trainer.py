@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -24,6 +23,7 @@ from ..processes import Processes
 from ..scoring.adapters import base_model
 from ..unroll.feedback import UnrollInput
 from ..versions import CHECKPOINTING_ARGUMENT
+from ..whole_files import write_files
 from . import muon, sharding
 from .arguments import DraftTrainingArguments
 from .card import is_chat, model_card
@@ -468,5 +468,6 @@ class DraftTrainer(Trainer):
             target_name=self._target_name,
             best_step=self.state.best_global_step if self.args.load_best_model_at_end else None,
             chat=is_chat(self.processing_class, data),
+            draft_name=getattr(self, "hub_model_id", None),  # with the owner, once there is a repository
         )
-        Path(directory, "README.md").write_text(card, encoding="utf-8")
+        write_files({"README.md": card}, directory)

@@ -240,7 +240,6 @@ def test_rows_that_leave_and_earlier_calls_are_remembered() -> None:
 
 def test_the_first_step_of_a_kind_warms_up_and_the_median_of_the_others_counts() -> None:
     cost = MeasuredCost()
-    cost.observe(1, NONE, 0, None)  # it waited for the compiler, and the next one may record a graph
     cost.observe(1, NONE, 0, 100.0)
     assert cost.plain(1) == 0.0
     for seconds in (1.0, 3.0):

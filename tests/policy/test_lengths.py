@@ -119,6 +119,25 @@ def test_a_draft_that_becomes_better_or_worse_is_noticed_within_a_call() -> None
         assert run(late, world, 256) >= 0.88 * world.best()
 
 
+def test_a_draft_whose_first_steps_were_slow_comes_back() -> None:
+    """Steps that follow plain ones read what these left, so that a single retry tells no time."""
+    slow, profile = {"now": 4.0}, Profile()
+    world = World(lambda j: 0.7, lambda k: (1 + 0.1 * k) * (slow["now"] if k else 1))
+    run(adaptive(profile), world, 8)  # the beginning of a process, on a busy machine
+    slow["now"] = 1.0
+    run(adaptive(profile), world, 8000)
+    assert run(adaptive(profile), world, 256) >= 0.75 * world.best()
+
+
+def test_steps_of_a_draft_that_proposes_nothing_are_no_plain_steps() -> None:
+    profile = measured(MODEL=lambda length: 1.1)
+    policy, before = adaptive(profile), profile.cost.plain(1)
+    for _ in range(8):
+        assert policy.plan(1, [Estimate(MODEL, [[0.9, 0.8]])]).length == 2
+        policy.observe(StepObservation(0, 5.0, [0], [0]))
+    assert profile.cost.plain(1) == before
+
+
 def test_the_length_is_that_of_most_tokens_a_second() -> None:
     profile = measured(NGRAM=lambda length: 1 + 0.1 * length, MODEL=lambda length: 1 + 0.4 * length)
     for rate in (0.9, 0.3):

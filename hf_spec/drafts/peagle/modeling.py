@@ -10,7 +10,7 @@ known yet. So no depth depends on the draft tokens of the others::
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -99,6 +99,7 @@ class PEagleDraftModel(FusingDraftModel):
     config: PEagleSpeculatorConfig
     formats = FORMATS
     vllm_method = "eagle3"
+    vllm_settings: ClassVar[dict[str, Any]] = {"parallel_drafting": True}
     drafter_class = PEagleDrafter
     _feeds_back = False
 
