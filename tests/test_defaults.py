@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from architectures import prompts
+from architectures import LONG_ROPE, build, prompts
 from transformers import (
     AutoModel,
     AutoModelForCausalLM,
@@ -132,6 +132,14 @@ def test_a_rule_that_a_call_cannot_follow_is_no_error_of_a_default(model: PreTra
     torch.manual_seed(0)
     assert torch.equal(model.generate(**prompts(1), **options), plain)
     assert len(warned) == 1 and "token by token" in warned[0] and "generated plainly" in warned[0]
+
+
+def test_one_warning_whatever_lengths_a_refusal_names(warned: list[str]) -> None:
+    model = build("llama", rope_parameters=LONG_ROPE | {"original_max_position_embeddings": 12})
+    hf_spec.set_speculator(model, "ngram")
+    for length in (9, 10, 11):
+        model.generate(**prompts(1, (length,)), **NEW)
+    assert len(warned) == 1 and "changes its frequencies" in warned[0]
 
 
 @pytest.mark.parametrize("case", REFUSED)

@@ -32,11 +32,13 @@ from twins import BATCHES, CHAIN, SHAPES, TREE, Oracle, draft, noisy, target, to
 import hf_spec
 from hf_spec import DraftContext, Drafter, NgramSpeculator, SpeculationConfig, SpeculativeDecoding, pure
 from hf_spec.drafts.eagle3.configuration import Eagle3SpeculatorConfig
+from hf_spec.many.engine import why_not_engine
 from hf_spec.scoring.adapters import base_model
 from hf_spec.scoring.architectures import arguments_of
 from hf_spec.scoring.hooks import mark_as_ours
 from hf_spec.scoring.names import CACHE
-from hf_spec.training import evaluation, new_draft
+from hf_spec.training import DraftTrainingArguments, evaluation, new_draft
+from hf_spec.training.checks import check_call
 from hf_spec.training.evaluation import measure
 
 NEW = 20
@@ -282,6 +284,9 @@ def test_peft_virtual_tokens(kind: type[PeftConfig], name: str) -> None:
         weight = next(weight for key, weight in wrapped.named_parameters() if "prompt_encoder" in key)
         weight.copy_(torch.randn(weight.shape, generator=torch.Generator().manual_seed(0)))
     assert not torch.equal(greedy(wrapped, prompts(3)), plain), "the adapter does nothing"
+    assert "goes past PEFT's generate" in str(why_not_engine(wrapped, {"max_new_tokens": 2}))
+    with pytest.raises(ValueError, match="works through PEFT's generate alone"):
+        check_call(wrapped, DraftTrainingArguments(report_to="none"), {})
     if f'"{CACHE}"' not in inspect.getsource(type(wrapped).prepare_inputs_for_generation):
         # PEFT before it knows the new name: it puts its tokens into every forward, and plain generate is wrong, too.
         with pytest.raises(ValueError, match=r"single steps.* prepared by PeftModelForCausalLM P.*_TUNING, which may"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +16,8 @@ from twins import SHAPES, Oracle
 
 import hf_spec
 from hf_spec import NgramSpeculator
+from hf_spec.checkpoints.language_models import load_language_model
+from hf_spec.scoring.prompts import Prompt
 from hf_spec.scoring.selfcheck import reads_prompts_causally
 
 IMAGE = 90  # the token that stands for a part of an image
@@ -42,6 +45,14 @@ def test_rows_with_different_numbers_of_images(shape: str) -> None:
     plain = model.generate(**inputs, **OPTIONS)
     text = model.generate(**inputs, **OPTIONS, speculator=Oracle(plain), speculation_config=SHAPES[shape])
     assert torch.equal(text, plain)
+
+
+def test_text_alone_is_no_content_of_images_and_a_small_model_is_read_by_its_path(tmp_path: Path) -> None:
+    model, inputs = llava()
+    assert Prompt.of_call(inputs["input_ids"], {"mm_encoder_outputs": {}}) is None
+    assert Prompt.of_call(inputs["input_ids"], {"mm_encoder_outputs": {"image": torch.ones(2)}}) is not None
+    model.save_pretrained(tmp_path)
+    assert type(load_language_model(tmp_path, model)) is type(model)
 
 
 def test_guessing_an_image() -> None:

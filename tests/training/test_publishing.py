@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,10 +24,11 @@ import hf_spec
 from hf_spec import demo
 from hf_spec.drafts.eagle3.configuration import Eagle3SpeculatorConfig
 from hf_spec.drafts.modeling import DraftModel
+from hf_spec.drafts.peagle.modeling import PEagleDraftModel
 from hf_spec.scoring.adapters import base_model
 from hf_spec.training import DraftTrainer, new_draft, recipe
 from hf_spec.training.card import adapter_of, is_chat
-from hf_spec.training.checks import serving_warnings
+from hf_spec.training.checks import name_target, serving_warnings
 
 peft = pytest.importorskip("peft")
 IDS = torch.arange(6)[None]
@@ -262,6 +264,32 @@ def test_no_directory_of_this_machine_is_published(named: str | None, tmp_path: 
         assert str(tmp_path).encode() not in (tmp_path / "draft" / name).read_bytes()
     verifier = AutoModel.from_pretrained(tmp_path / "draft").config.speculators_config["verifier"]
     assert verifier["name_or_path"] == named and ("set target_name" in caplog.text) == (named is None)
+
+
+def test_a_draft_that_is_trained_further_forgets_the_name_of_another_target() -> None:
+    target = sharp_target()
+    draft = eagle3(target)
+    verifier = draft.config.speculators_config["verifier"]
+    verifier["name_or_path"] = "org/base"
+    name_target(draft, target, None)  # it was loaded from nowhere
+    assert verifier["name_or_path"] == "org/base"
+    target.config.name_or_path = "/models/fine-tuned"
+    name_target(draft, target, None)
+    assert verifier["name_or_path"] is None
+
+
+def test_a_card_names_the_repository_that_was_made(tmp_path: Path) -> None:
+    target = sharp_target()
+    trainer = trained(eagle3(target), target, tmp_path)
+    trainer.hub_model_id = "me/made"  # as Trainer does
+    trainer.create_model_card()
+    assert 'from_pretrained("me/made")' in (tmp_path / "README.md").read_text(encoding="utf-8")
+
+
+def test_vllm_is_told_that_peagle_drafts_in_parallel() -> None:
+    config = SimpleNamespace(num_speculative_tokens=5)
+    command = PEagleDraftModel.use_in_vllm(config, "org/target", "me/draft")
+    assert '"method": "eagle3", "model": "me/draft", "num_speculative_tokens": 5, "parallel_drafting": true' in command
 
 
 def excluded() -> list[str]:
