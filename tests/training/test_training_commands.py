@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import os
@@ -79,6 +80,7 @@ def test_prepared_text_is_what_a_draft_is_trained_on(stories: Path, tmp_path: Pa
 def prepare_on_a_full_disk(*argv: str) -> None:
     import resource
 
+    sys.stderr = io.StringIO()  # pytest's file may be longer already
     resource.setrlimit(resource.RLIMIT_FSIZE, (900, 900))
     assert main(["prepare", *argv]) == 1
 
