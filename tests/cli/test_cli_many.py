@@ -309,10 +309,10 @@ def test_what_leaves_no_room_for_an_answer_is_left_out(
 
 
 def test_processes_write_one_file(model: str, prompts: Path, tmp_path: Path) -> None:
-    """After each batch of both: when prompt 10 is read, six answers are there."""
+    """After four batches of each: when prompt 10 is read, eight answers are there."""
     out = tmp_path / "out.jsonl"
-    told = run_two(tmp_path, SEEING + COMMAND, *command(model, prompts, out))
-    assert told.splitlines()[0] == "6 are written"
+    told = run_two(tmp_path, SEEING + COMMAND, *command(model, prompts, out), "--batch-size", "1")
+    assert told.splitlines()[0] == "8 are written"
     entries = read(out)
     assert {index: entry["text"] for index, entry in entries.items()} == wanted(model, entries)
     assert len(entries) == 11
