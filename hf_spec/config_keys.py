@@ -95,4 +95,6 @@ def flat_keys(config: Mapping[str, Any], names: Collection[str], own: Known) -> 
         more = known("global_head_dim", "num_global_key_value_heads")
     elif kind == "llama" and not config.get("use_sliding_window", True):
         more |= known(*WINDOWS)  # which say that there is no window
+    if "sliding_attention" in (config.get("layer_types") or ()):  # of llama, too: see ``flat_layers``
+        more |= known("sliding_window")
     return {**keys_of_layers(kind), **more, **own}

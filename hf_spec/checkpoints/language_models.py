@@ -6,7 +6,13 @@ import os
 from typing import Any
 
 import transformers
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationMixin, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    GenerationMixin,
+    PreTrainedModel,
+)
 
 from .files import HUB_OPTIONS
 
@@ -22,8 +28,9 @@ def load_language_model(path: str | os.PathLike[str], target: PreTrainedModel, *
     hub = {name: kwargs[name] for name in (*HUB_OPTIONS, "trust_remote_code") if name in kwargs}
     config = AutoConfig.from_pretrained(path, **hub)
     kind: Any = AutoModelForCausalLM
-    if type(config) not in AutoModelForCausalLM._model_mapping:  # of models that read images, too
-        kind = class_of(config)
+    images, text = AutoModelForImageTextToText._model_mapping, AutoModelForCausalLM._model_mapping
+    if type(config) in images and type(config) not in text:
+        kind = AutoModelForImageTextToText
     if config.is_encoder_decoder:
         kind = class_of(config)
         if not target.config.is_encoder_decoder:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig
 
-from ..config_keys import ANY, Known, flat_keys, unknown_keys
+from ..config_keys import Known, flat_keys, unknown_keys
 from ..configuration import GEMMA, SpeculatorConfig
 
 Config = TypeVar("Config", bound=SpeculatorConfig)
@@ -59,10 +59,7 @@ class Format:
 
     def unknown(self, config: dict[str, Any], names: Collection[str]) -> list[str]:
         """List the keys of a config that nobody knows who reads this format, see ``unknown_keys``."""
-        table = flat_keys(config, names, {}) if self.keys is None else self.keys(config, names)
-        if "sliding_attention" in (config.get("layer_types") or ()):  # of llama, too: see ``flat_layers``
-            table = {**table, "sliding_window": ANY}
-        return unknown_keys(config, table)
+        return unknown_keys(config, flat_keys(config, names, {}) if self.keys is None else self.keys(config, names))
 
 
 @dataclass(frozen=True)

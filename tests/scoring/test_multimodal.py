@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,15 @@ def pixels(model: PreTrainedModel, count: int) -> Tensor:
     return torch.randn(count, 3, size, size, generator=torch.Generator().manual_seed(0))
 
 
+OWN_CODE = """
+from transformers import LlamaConfig, LlamaForCausalLM
+class OwnConfig(LlamaConfig):
+    model_type = "own"
+class OwnForCausalLM(LlamaForCausalLM):
+    config_class = OwnConfig
+"""
+
+
 def llava() -> tuple[PreTrainedModel, dict[str, Tensor]]:
     """Build a model, and a padded batch of two prompts: one image and the beginning of its text again, two images."""
     model = build("vl:llava")
@@ -53,6 +63,18 @@ def test_text_alone_is_no_content_of_images_and_a_small_model_is_read_by_its_pat
     assert Prompt.of_call(inputs["input_ids"], {"mm_encoder_outputs": {"image": torch.ones(2)}}) is not None
     model.save_pretrained(tmp_path)
     assert type(load_language_model(tmp_path, model)) is type(model)
+
+
+def test_a_small_model_with_code_of_its_own_is_read_by_its_path(tmp_path: Path) -> None:
+    """Its config is in no table of transformers."""
+    build("llama").save_pretrained(tmp_path)
+    (tmp_path / "own.py").write_text(OWN_CODE, encoding="utf-8")
+    config = json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))
+    config |= {"model_type": "own", "architectures": ["OwnForCausalLM"]}
+    config["auto_map"] = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnForCausalLM"}
+    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    found = load_language_model(tmp_path, build("llama"), trust_remote_code=True)
+    assert type(found).__name__ == "OwnForCausalLM"
 
 
 def test_guessing_an_image() -> None:
