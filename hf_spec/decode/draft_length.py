@@ -53,7 +53,7 @@ class Situation:
     ends_together: bool = False
     has_seed: bool = False
 
-    @property
+    @functools.cached_property
     def device(self) -> torch.device:
         """Return the device of the target."""
         return self.target.device

@@ -189,7 +189,7 @@ def _refuse_target(
         raise _refusal(f"{reason}; generate without `speculator`{other}")
     if config.tree is not None and (reason := why_no_trees(model)) is not None:
         raise _refusal(f"{reason}; use a chain (tree=None)")
-    if keeps_own_states(model) and any(model_kwargs.get(name) is not None for name in CACHES):
+    if any(model_kwargs.get(name) is not None for name in CACHES) and keeps_own_states(model):
         raise _refusal(
             f"a state handed to {type(model).__name__}, which keeps it in its own way; pass the whole text instead"
         )

@@ -366,7 +366,7 @@ def test_seeds_of_rows_are_refused_before_anything_runs(place: str) -> None:
 
 def test_seeds_of_rows_in_the_settings_of_a_default_leave_it_unused(monkeypatch: pytest.MonkeyPatch) -> None:
     model, given, warned = whisper(), sound(target(False), 2, 3.2), []
-    monkeypatch.setattr(integration.logger, "warning_once", warned.append)
+    monkeypatch.setattr(integration.logger, "warning", warned.append)
     hf_spec.set_speculator(model, draft(False), SEEDS)
     want = plain(False, "timestamps", 2, 3.2)
     assert torch.equal(model.generate(**given, **ENDS, **CASES["timestamps"]), want)
