@@ -38,6 +38,7 @@ from .drafts.base import Speculator
 from .drafts.early_exit.speculator import EarlyExitSpeculator
 from .invariance.mode import renew_invariance
 from .scoring.adapters import base_model
+from .scoring.architectures import MAKES_SOUND
 from .scoring.attention import unhook_attention
 from .scoring.masks import unhook_masks
 from .scoring.relative_bias import unhook_biases
@@ -176,6 +177,10 @@ def _speculative(plain: Any) -> Any:
             speculator, speculation_config, num_speculative_tokens = (whole.get(name) for name in KEYWORDS)
         given = kwargs | dict(zip(names, args, strict=False))
         hook, has_settings = given.get("custom_generate"), (speculation_config, num_speculative_tokens) != (None, None)
+        if type(self).__name__ in MAKES_SOUND:  # given what was asked for the text, which is made by now
+            if speculator not in (None, False):
+                logger.warning_once(f"{type(self).__name__} makes sound, so it generates without the speculator.")
+            return plain(self, *args, **kwargs)
         falls_back = False  # to plain generation, where a default cannot serve a call that asks for nothing of ours
         if isinstance(hook, str):  # a repository's way of decoding, which gets all arguments, even ours
             asked = speculator, speculation_config, num_speculative_tokens

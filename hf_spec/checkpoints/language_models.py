@@ -1,4 +1,4 @@
-"""Loading of a draft that is a language model: by the class that its config names, decoder-only or encoder-decoder."""
+"""Which class loads a language model: by its config, decoder-only, with images, or encoder-decoder."""
 
 from __future__ import annotations
 
@@ -25,12 +25,8 @@ def load_language_model(path: str | os.PathLike[str], target: PreTrainedModel, *
 
     Errors: a ValueError for an encoder-decoder model if the target is none.
     """
-    hub = {name: kwargs[name] for name in (*HUB_OPTIONS, "trust_remote_code") if name in kwargs}
-    config = AutoConfig.from_pretrained(path, **hub)
-    kind: Any = AutoModelForCausalLM
-    images, text = AutoModelForImageTextToText._model_mapping, AutoModelForCausalLM._model_mapping
-    if type(config) in images and type(config) not in text:
-        kind = AutoModelForImageTextToText
+    config = _config(path, kwargs)
+    kind = loader_of(config)
     if config.is_encoder_decoder:
         kind = class_of(config)
         if not target.config.is_encoder_decoder:
@@ -41,6 +37,23 @@ def load_language_model(path: str | os.PathLike[str], target: PreTrainedModel, *
             )
     model: PreTrainedModel = kind.from_pretrained(path, **kwargs)
     return model
+
+
+def load_decoder(path: str | os.PathLike[str], **kwargs: Any) -> Any:
+    """Load a decoder-only language model, which may read images; ``kwargs`` are those of ``from_pretrained``."""
+    return loader_of(_config(path, kwargs)).from_pretrained(path, **kwargs)
+
+
+def _config(path: str | os.PathLike[str], kwargs: dict[str, Any]) -> Any:
+    hub = {name: kwargs[name] for name in (*HUB_OPTIONS, "trust_remote_code") if name in kwargs}
+    return AutoConfig.from_pretrained(path, **hub)
+
+
+def loader_of(config: Any) -> Any:
+    """Return the loader of a decoder-only checkpoint, which may read images as well as text."""
+    images, text = AutoModelForImageTextToText._model_mapping, AutoModelForCausalLM._model_mapping
+    reads_images = type(config) in images and type(config) not in text
+    return AutoModelForImageTextToText if reads_images else AutoModelForCausalLM
 
 
 def class_of(config: Any) -> Any:

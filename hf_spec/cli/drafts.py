@@ -65,10 +65,10 @@ def _convert(args: argparse.Namespace) -> None:
 
         given["vocabulary"] = chosen_vocabulary(args.draft, args.vocabulary, args.target, args.prompts)
     if args.self_contained:
-        from transformers import AutoModelForCausalLM
+        from ..checkpoints.language_models import load_decoder
 
         with looking_for(args.self_contained, "the target"):
-            target = AutoModelForCausalLM.from_pretrained(args.self_contained, dtype="auto")
+            target = load_decoder(args.self_contained, dtype="auto")
         given |= {"self_contained": True, "target": target}
     convert(args.draft, args.out, args.to, verifier=args.verifier, with_code=args.with_code, **given)
     if args.to == "native":  # cannot be loaded without the target

@@ -8,9 +8,10 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..checkpoints.files import looking_for
+from ..checkpoints.language_models import load_decoder, loader_of
 from ..checkpoints.resolve import as_speculator, load_draft, with_tokenizers
 from ..checkpoints.same_tokens import needs_translation
 from ..configuration import SpeculatorConfig
@@ -65,7 +66,7 @@ def outline_of(target: str) -> PreTrainedModel:
     """Return a target without weights, which is enough to check a draft; errors: those of ``config_of``."""
     config = config_of(target)
     with torch.device("meta"):
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
+        model: PreTrainedModel = loader_of(config).from_config(config)
     return model
 
 
@@ -108,7 +109,7 @@ def load_target(name: str, dtype: str, device: str | None) -> tuple[Any, PreTrai
     device = device or str(torch.accelerator.current_accelerator(check_available=True) or "cpu")
     tokenizer = tokenizer_of(name)  # first, because loading weights takes long
     with looking_for(name, "the target"):
-        return AutoModelForCausalLM.from_pretrained(name, dtype=dtype, device_map=device), tokenizer
+        return load_decoder(name, dtype=dtype, device_map=device), tokenizer
 
 
 def tokenizer_of(target: str) -> PreTrainedTokenizerBase:

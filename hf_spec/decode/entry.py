@@ -199,7 +199,7 @@ def refuse_other_ways(model: PreTrainedModel, kwargs: dict[str, Any]) -> None:
     for name in ("assistant_model", "custom_generate"):
         if kwargs.get(name) is not None:
             raise Refusal(f"`speculator` and `{name}` are two ways of decoding; pass one of them.")
-    if _synced(model, kwargs.get("synced_gpus")):
+    if is_synced(model, kwargs.get("synced_gpus")):
         raise Refusal(
             "synced_gpus (which FSDP and ZeRO-3 over several processes imply) needs the same number of forwards on "
             "every process, which speculation cannot promise. Generate without `speculator`, or gather the model."
@@ -246,13 +246,16 @@ def _refuse_fields(kwargs: dict[str, Any]) -> None:
         )
 
 
-def _synced(model: PreTrainedModel, asked: bool | None) -> bool:
+def is_synced(model: Any, asked: bool | None = None) -> bool:
     """Tell whether transformers would keep processes in step: as asked, else where the model is spread over them."""
     if asked is not None:
         return asked
-    several = torch.distributed.is_available() and torch.distributed.is_initialized()
-    spread = is_deepspeed_zero3_enabled() or is_fsdp_managed_module(model)
-    return several and torch.distributed.get_world_size() > 1 and bool(spread)
+    is_alone = not (torch.distributed.is_available() and torch.distributed.is_initialized())
+    if is_alone or torch.distributed.get_world_size() == 1:
+        return False
+    from torch.distributed.fsdp import FSDPModule  # of accelerate's FSDP 2, which transformers does not know
+
+    return is_deepspeed_zero3_enabled() or is_fsdp_managed_module(model) or isinstance(model, FSDPModule)
 
 
 def _with_stop_strings(model: PreTrainedModel, kwargs: dict[str, Any], tokenizer: Any) -> dict[str, Any]:

@@ -422,7 +422,7 @@ class Speculator(ABC):
     def learn(self, texts: Sequence[Sequence[int]]) -> None:  # noqa: B027
         """Learn from the texts of a finished call, one per row, prompt and output. By default nothing is kept of them.
 
-        -1 stands in place of tokens that the target cannot write, such as placeholders for parts of an image.
+        -1 stands in place of tokens that the target never writes, such as placeholders for parts of an image.
         Whoever decodes calls this once, from any thread, when the call is whole: not of calls that were abandoned.
         """
 

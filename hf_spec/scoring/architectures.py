@@ -43,6 +43,12 @@ REFUSED_CLASSES = {
     ),
     "XLMWithLMHeadModel": "it keeps no key-value cache of transformers (its `cache` is a dictionary of its own)",
 }
+# Parts of models that make sound of a text. The models pass them what ``generate`` was given for the text.
+MAKES_SOUND = (
+    "Qwen2_5OmniTalkerForConditionalGeneration",
+    "Qwen3OmniMoeTalkerForConditionalGeneration",
+    "SeamlessM4TTextToUnitForConditionalGeneration",
+)
 STATIC_BESIDE_AN_ENCODER = "is static, which is served for decoder-only models alone; leave cache_implementation unset"
 _BIAS = "its relative position bias counts columns from one place for the whole batch"
 # Model types that are supported at batch size 1 only, and the reason.

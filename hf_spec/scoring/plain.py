@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache, StaticCache
 
 from .architectures import arguments_of, cache_name, cross_attends, keeps_own_states
@@ -19,6 +19,8 @@ MASKED = -1e4  # logits as low as this are a mask: no head computes them
 ROUNDING = {torch.float32: 1e-3, torch.float16: 0.15, torch.bfloat16: 0.25}
 # The same of two forwards over the same tokens and slots.
 ROUNDING_OF_A_FORWARD = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.1}
+# Settings that name tokens in whose places parts of an image, a video or a sound are read.
+PLACEHOLDERS = {f"{kind}_token_{end}" for kind in ("image", "video", "audio", "vision") for end in ("id", "index")}
 
 
 def input_device(model: PreTrainedModel) -> torch.device:
@@ -73,6 +75,14 @@ def scored_vocabulary(model: Any) -> int:
     width = getattr(model.get_output_embeddings(), "out_features", None)
     counts = (width or config.vocab_size, getattr(config, "unpadded_vocab_size", None))
     return min(int(count) for count in counts if count)
+
+
+def placeholders(config: PreTrainedConfig) -> set[int]:
+    """Return the tokens in whose places parts of an image, a video or a sound are read: no text has them."""
+    settings = vars(config)
+    own = {settings[name] for name in settings.keys() & PLACEHOLDERS if settings[name] is not None}
+    parts = (settings.get(name) for name in config.sub_configs)
+    return own.union(*(placeholders(part) for part in parts if isinstance(part, PreTrainedConfig)))
 
 
 def readable(tokens: Tensor, count: int) -> Tensor:

@@ -12,6 +12,7 @@ from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # which its list of names lacks
 from transformers import PreTrainedModel
 
+from ..checkpoints.language_models import loader_of
 from ..configuration import hub_name, is_local
 from ..drafts.modeling import DraftModel, vllm_command
 from .arguments import DraftTrainingArguments
@@ -70,7 +71,7 @@ def model_card(
         f"the target's. Trained by {_library()}.",
         "## How to use it\n\n"
         + _install(peft=base is not None or bool(adapter))
-        + _snippet(draft, (name or "the-target", adapter), draft_name, base, chat)
+        + _snippet(draft, target, (name or "the-target", adapter), draft_name, base, chat)
         + _usage_in_vllm(draft, name or "the-target", draft_name, base),
         "## Measured\n\n" + _measured(args, history, best_step),
         "## Training\n\n" + _recipe(args, steps, history, examples),
@@ -160,17 +161,18 @@ def _millions(draft: Any) -> str:
     return f"{sum(parameter.numel() for parameter in draft.parameters()) / 1e6:.1f} million"
 
 
-def _snippet(draft: Any, target: tuple[str, str], here: str, base: str | None, chat: bool) -> str:
-    """Return Python code that uses the draft at ``here`` with ``target``: (name, name of its adapter or "")."""
+def _snippet(draft: Any, target: Any, names: tuple[str, str], here: str, base: str | None, chat: bool) -> str:
+    """Return Python code that uses the draft at ``here`` with ``target``; ``names``: its own, its adapter's or ""."""
     loader = "AutoModel" if isinstance(draft, DraftModel) else "AutoModelForCausalLM"
-    name, adapter = target
+    of_target = loader_of(target.config).__name__
+    name, adapter = names
     imports = ["import hf_spec", *(["from peft import PeftModel"] if base is not None or adapter else [])]
-    loaders = dict.fromkeys((loader, "AutoModelForCausalLM", "AutoTokenizer"))
+    loaders = dict.fromkeys((loader, of_target, "AutoTokenizer"))
     imports += [f"from transformers import {', '.join(loaders)}"]
     loaded = f'{loader}.from_pretrained("{here if base is None else hub_name(base) or "the-draft"}")'
     if base is not None:
         loaded = f'PeftModel.from_pretrained({loaded}, "{here}")'
-    target_code = f'AutoModelForCausalLM.from_pretrained("{name}")'
+    target_code = f'{of_target}.from_pretrained("{name}")'
     if adapter:
         target_code = f'PeftModel.from_pretrained({target_code}, "{adapter if "/" in adapter else "the-adapter"}")'
     lines = [

@@ -17,7 +17,6 @@ from datasets import IterableDataset  # type: ignore[import-untyped]
 from huggingface_hub.errors import StrictDataclassError
 from transformers import (
     AutoConfig,
-    AutoModelForCausalLM,
     AutoTokenizer,
     HfArgumentParser,
     PreTrainedConfig,
@@ -29,6 +28,7 @@ from transformers.utils import logging
 from ..checkpoints.files import looking_for
 from ..checkpoints.fingerprint import differences
 from ..checkpoints.kinds import config_classes
+from ..checkpoints.language_models import load_decoder
 from ..checkpoints.resolve import as_speculator, load_draft
 from ..configuration import hub_name, max_positions
 from ..drafts.modeling import DraftModel
@@ -333,7 +333,7 @@ def _target_of_caches(directory: str, parts: Iterable[str], name: str, config: P
 
 def _target(name: str, adapter: str | None = None, **options: Any) -> Any:
     with looking_for(name, "the target"):
-        target = AutoModelForCausalLM.from_pretrained(name, **{"dtype": "auto"} | options)
+        target = load_decoder(name, **{"dtype": "auto"} | options)
     if adapter is None:
         return target
     from peft import PeftModel

@@ -7,14 +7,18 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 from transformers import TrainerCallback
+from transformers.utils import logging
 
 from ..checkpoints.resolve import as_speculator
+from ..decode.entry import is_synced
 from ..defaults import set_speculator, stored_for
 from ..drafts.base import DraftContext, Drafter, Speculator, network_of
 from ..policy.base import DraftSource
 from ..policy.cost import ModelShape
 from ..settings import SpeculationConfig, is_int
 from .trainer import DraftTrainer
+
+logger = logging.get_logger(__name__)
 
 Default = tuple[Speculator | None, SpeculationConfig | None]  # of a model
 
@@ -58,9 +62,14 @@ class RolloutCallback(TrainerCallback):
         self.draft_trainer, self.every = draft_trainer, every
         self.texts: deque[list[int]] = deque(maxlen=keep)
         self._before: Default = None, None
+        self._is_set = False
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        """Give the policy its speculator."""
+        """Give the policy its speculator, unless it is spread over processes, which must take the same forwards."""
+        self._is_set = not is_synced(model)
+        if not self._is_set:
+            logger.warning("The policy is sharded (by FSDP or ZeRO-3), so it generates without a speculator.")
+            return
         before = stored_for(model)
         # One that records is left by a training that ended with an error.
         self._before = before[0].before if isinstance(before[0], _Recording) else before
@@ -81,7 +90,8 @@ class RolloutCallback(TrainerCallback):
 
     def on_train_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         """Restore the policy's earlier speculator."""
-        set_speculator(model, *self._before)
+        if self._is_set:
+            set_speculator(model, *self._before)
 
     def _set_to_evaluation(self) -> None:
         if self.draft_trainer is not None:

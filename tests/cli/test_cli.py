@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from architectures import build
 from huggingface_hub import ModelCard
 from transformers import (
     AutoModelForCausalLM,
@@ -826,3 +827,15 @@ def test_a_draft_that_will_be_refused_is_not_called_harmless_before(tmp_path, ca
     fitting = AutoModelForCausalLM.from_pretrained(draft, dtype=torch.float32)
     target.generate(torch.ones(1, 3, dtype=torch.long), speculator=fitting, **options)
     assert "The text is still the target's" in caplog.text
+
+
+def test_a_target_that_reads_images_takes_text_alone(tmp_path, capsys):
+    model = build("vl:llava", vocab_size=2048)
+    model.save_pretrained(tmp_path)
+    AutoTokenizer.from_pretrained(demo.path()).save_pretrained(tmp_path)
+    options = ["--prompt", PROMPT, "--max-new-tokens", "4", "--dtype", "float32", "--no-pack"]
+    assert main(["generate", str(tmp_path), *options]) == 0
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    ids = tokenizer(PROMPT, return_tensors="pt")["input_ids"]
+    written = model.generate(ids, max_new_tokens=4, do_sample=False)[0, ids.shape[1] :]
+    assert capsys.readouterr().out.strip() == tokenizer.decode(written).strip()

@@ -12,11 +12,18 @@ from typing import Any
 import pytest
 import torch
 from architectures import build as decoder_only
+from architectures import redraw
 from encoder_decoders import VOCABULARY, build, generate, sources
 from pairs import each_value, usual
 from test_exactness import flawed, noisy_copy
 from torch import Tensor
-from transformers import LogitsProcessorList, PreTrainedModel, T5ForConditionalGeneration
+from transformers import (
+    LogitsProcessorList,
+    PreTrainedModel,
+    SeamlessM4TConfig,
+    SeamlessM4TForTextToSpeech,
+    T5ForConditionalGeneration,
+)
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache, StaticCache
 
 import hf_spec
@@ -374,3 +381,36 @@ def test_a_model_with_a_way_of_its_own_returns_the_statistics() -> None:
     options = {"max_new_tokens": 8, "do_sample": False, "return_dict_in_generate": True}
     out = own.generate(**sources(own, 1), **options, speculator="ngram")
     assert out.speculation is not None and out.speculation == hf_spec.last_speculation(own)
+
+
+@functools.cache
+def speaker() -> Any:
+    """Build a tiny model that translates a text, and speaks the translation by a second ``generate``."""
+    of_a_part, sizes = {"attention_heads": 4, "layers": 1, "ffn_dim": 32}, dict[str, Any]()
+    for part in ("encoder", "decoder", "t2u_encoder", "t2u_decoder"):
+        sizes |= {f"{part}_{name}": size for name, size in of_a_part.items()}
+    sizes |= {"vocab_size": 60, "t2u_vocab_size": 40, "hidden_size": 32, "speech_encoder_layers": 1}
+    sizes |= {"unit_hifi_gan_vocab_size": 40, "unit_embed_dim": 16, "lang_embed_dim": 8, "spkr_embed_dim": 8}
+    sizes |= {"upsample_initial_channel": 16, "upsample_rates": [2, 2], "upsample_kernel_sizes": [4, 4]}
+    torch.manual_seed(0)
+    model = SeamlessM4TForTextToSpeech(SeamlessM4TConfig(**sizes, pad_token_id=0)).eval()
+    redraw(model, seed=3)
+    codes = {"text_decoder_lang_to_code_id": 5, "t2u_lang_code_to_id": 6, "vocoder_lang_code_to_id": 1}
+    for name, code in codes.items():
+        setattr(model.generation_config, name, {"eng": code})
+    model.t2u_model.generation_config.update(pad_token_id=1, eos_token_id=2, decoder_start_token_id=2)
+    return model
+
+
+@pytest.mark.parametrize("asked", [{"speculator": "ngram"}, {}])
+def test_what_is_asked_for_a_text_is_not_asked_for_its_sound(asked: dict[str, Any]) -> None:
+    model, options = speaker(), asked | {"num_speculative_tokens": 3}
+    given = {"input_ids": torch.tensor([[7, 8, 9, 7, 8, 9, 7, 8]]), "tgt_lang": "eng", "max_new_tokens": NEW}
+    given |= {"num_beams": 1, "do_sample": False, "return_intermediate_token_ids": True}
+    want = model.generate(**given)
+    hf_spec.set_speculator(model, None if asked else NgramSpeculator())
+    for _ in range(2):
+        found = model.generate(**given, **options)
+        assert torch.equal(found.sequences, want.sequences) and torch.equal(found.waveform, want.waveform)
+        assert hf_spec.last_speculation(model) is not None and hf_spec.last_speculation(model.t2u_model) is None
+    hf_spec.set_speculator(model, None)

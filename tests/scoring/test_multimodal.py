@@ -12,12 +12,14 @@ import torch
 from architectures import build, prompts
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from transformers import PreTrainedModel
+from transformers import CONFIG_MAPPING, PreTrainedModel
 from twins import SHAPES, Oracle
 
 import hf_spec
 from hf_spec import NgramSpeculator
 from hf_spec.checkpoints.language_models import load_language_model
+from hf_spec.drafts.ngram.suffix_index import BREAK
+from hf_spec.scoring.plain import placeholders
 from hf_spec.scoring.prompts import Prompt
 from hf_spec.scoring.selfcheck import reads_prompts_causally
 
@@ -78,12 +80,41 @@ def test_a_small_model_with_code_of_its_own_is_read_by_its_path(tmp_path: Path) 
 
 
 def test_guessing_an_image() -> None:
-    """N-grams of the prompt do; only with the images themselves may the model not read such guesses."""
+    """Only with the images themselves may the model not read such guesses."""
     model, inputs = llava()
     one = {name: value[:1, -54:] for name, value in inputs.items()} | {"pixel_values": inputs["pixel_values"][:1]}
-    out = model.generate(**one, **OPTIONS, speculator=NgramSpeculator(), return_dict_in_generate=True)
+    images = torch.cat([one["input_ids"], torch.full((1, 12), IMAGE)], dim=1)
+    out = model.generate(**one, **OPTIONS, speculator=Oracle(images, wrong=99), return_dict_in_generate=True)
     assert out.speculation.proposed > 0
     assert torch.equal(out.sequences, model.generate(**one, **OPTIONS))
+
+
+@pytest.mark.parametrize("size", [None, 500])
+def test_n_grams_never_guess_an_image(size: int | None) -> None:
+    """Phi-4-multimodal fails where it reads the token of an image as text."""
+    model, inputs = llava()
+    one = {name: value[:1, -54:] for name, value in inputs.items()} | {"pixel_values": inputs["pixel_values"][:1]}
+    seen: list[Tensor] = []
+    reading = model.get_input_embeddings().register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+    speculator = NgramSpeculator(history_size=size)
+    for _ in range(2):
+        text = model.generate(**one, **OPTIONS, speculator=speculator, num_speculative_tokens=4)
+        assert torch.equal(text, model.generate(**one, **OPTIONS))
+    reading.remove()
+    assert not any((ids == IMAGE).any() for ids in seen if ids.shape[1] < 50)
+    if size:
+        tokens = speculator.history.tokens()
+        assert IMAGE not in tokens and tokens.count(BREAK) > (one["input_ids"] == IMAGE).sum() > 0
+
+
+def test_tokens_of_images_are_known_by_the_settings_of_all_parts() -> None:
+    config = CONFIG_MAPPING["phi4_multimodal"]()
+    assert placeholders(config) == {config.vision_config.image_token_id, config.audio_config.audio_token_id}
+    config = CONFIG_MAPPING["qwen2_5_omni"]()
+    parts = config.thinker_config, config.talker_config
+    known = ("image_token_id", "video_token_id", "audio_token_id")
+    assert placeholders(config) >= {getattr(part, name) for part in parts for name in known}
+    assert placeholders(CONFIG_MAPPING["llama"]()) == set()
 
 
 @pytest.mark.parametrize("shape", SHAPES)

@@ -11,7 +11,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed
 from pairs import each_value
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, TrainerCallback
 
 from hf_spec import DraftContext, Drafter, NgramSpeculator, SpeculationConfig, demo, get_speculator, set_speculator
@@ -105,6 +108,25 @@ def test_texts_with_placeholders_are_learnt_but_not_trained_on() -> None:
     assert list(texts) == [[5, 6], [8, 9]]
     assert history.history is not None
     assert history.history.tokens() == [5, 6, -1, -1, -1, 7, -1, 8, 9, -1]
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_sharded_policy_generates_without_a_speculator(version: int, caplog: pytest.LogCaptureFixture) -> None:
+    """Two processes would have to take the same number of forwards."""
+    model, callback = policy(), RolloutCallback(draft("eagle3"))
+    torch.distributed.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    try:
+        sharded: Any = (
+            FullyShardedDataParallel(model, device_id=torch.device("cpu")) if version == 1 else fully_shard(model)
+        )
+        callback.on_train_begin(None, None, None, model=sharded)
+        assert "generates without a speculator" in caplog.text and get_speculator(sharded) is None
+        callback.on_train_end(None, None, None, model=sharded)
+        if version == 2:
+            with pytest.raises(ValueError, match="synced_gpus"):
+                sharded.generate(**inputs(), max_new_tokens=2, speculator="ngram")
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 # -- a trainer of TRL -------------------------------------------------------------------------------------------------
