@@ -20,7 +20,7 @@ from ..drafts.base import Speculator
 from ..settings import SpeculationConfig, check_settings
 from .engine import PlainManager, SpeculativeManager
 from .prompts import check_prompts
-from .refusals import refuse_dropped, refuse_plain
+from .refusals import GENERATE, refuse_dropped, refuse_plain
 from .start import forget_manager, kept_manager, make_manager, note_engine
 
 KEYWORDS = ("speculator", "speculation_config", "num_speculative_tokens")
@@ -64,7 +64,8 @@ _asked: ContextVar[SpeculationKeywords | None] = ContextVar("hf_spec_asked", def
 
 def with_keywords(plain: Any) -> Any:
     """Let ``generate_batch`` take a speculator."""
-    names = list(inspect.signature(plain).parameters)[1:]
+    parameters = list(inspect.signature(plain).parameters.values())[1:]
+    names = [one.name for one in parameters if one.kind is not inspect.Parameter.VAR_KEYWORD]
 
     @functools.wraps(plain)
     def generate_batch(
@@ -75,6 +76,13 @@ def with_keywords(plain: Any) -> Any:
         num_speculative_tokens: int | str | None = None,
         **kwargs: Any,
     ) -> Any:
+        # transformers' own drops whatever it does not know. Calls that ask for no speculator are left to it.
+        unknown = [name for name in kwargs if name not in (*names, "max_new_tokens")]
+        if unknown and speculator is not None and speculator is not False:
+            raise TypeError(
+                f"generate_batch does not know {', '.join(unknown)}, and transformers would ignore it: set options of "
+                f"texts in generation_config, or use {GENERATE}"
+            )
         with _asking(speculator, speculation_config, num_speculative_tokens):
             given = kwargs | dict(zip(names, args, strict=False))
             if _speculates(self, speculator, given.get("generation_config")) and "inputs" in given:

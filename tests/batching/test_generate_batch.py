@@ -489,6 +489,15 @@ def test_what_is_refused(case: str, model: PreTrainedModel) -> None:
     assert model.config._attn_implementation == attention
 
 
+def test_keywords_that_transformers_would_drop_are_refused(model: PreTrainedModel) -> None:
+    given: dict[str, Any] = {"generation_config": greedy(), "continuous_batching_config": batching(1), "warmup": False}
+    with pytest.raises(TypeError, match=r"does not know do_sample, temprature, .*set .* in generation_config, or use"):
+        model.generate_batch(PROMPT_LIST[:1], **given, speculator="ngram", do_sample=True, temprature=0.5)
+    hf_spec.set_speculator(model, "ngram")  # of which a call that is written for transformers knows nothing
+    (output,) = model.generate_batch(PROMPT_LIST[:1], **given, temprature=0.5).values()
+    assert isinstance(output, RequestOutput)
+
+
 def test_a_length_that_the_call_sets_is_enough(model: PreTrainedModel) -> None:
     options = greedy(max_length=40, max_new_tokens=None)
     (output,) = model.generate_batch(
