@@ -16,15 +16,16 @@ from architectures import build, prompts
 from layouts import take_layout
 from pairs import pairwise
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, Qwen3VLMoeConfig
 from twins import SHAPES, Oracle, draft
 
 import hf_spec
 from hf_spec import SpeculationConfig
 from hf_spec.invariance import attention, columns, mode, rows
 from hf_spec.invariance.attention import attend_part
+from hf_spec.invariance.mixtures import BATCHED, GROUPED, WAY
 from hf_spec.invariance.rows import SIZES, agreeing_sizes, cancelling, in_sizes, with_float32
-from hf_spec.invariance.shared_configs import is_changed
+from hf_spec.invariance.shared_configs import change, is_changed
 from hf_spec.scoring import selfcheck
 from hf_spec.scoring.prompts import Prompt
 
@@ -630,6 +631,20 @@ def test_models_of_one_config_end_their_modes_in_any_order() -> None:
     with hf_spec.invariant(one):  # the other reads what this one's config says, and computes right
         assert torch.equal(other.generate(**inputs, **OPTIONS, cache_implementation="static").sequences, wanted)
     assert torch.equal(other.generate(**inputs, **OPTIONS).sequences, wanted)
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_modes_of_a_config_and_of_a_part_of_it_end_in_any_order(first: int) -> None:
+    config, before = Qwen3VLMoeConfig(), {"": GROUPED, "text_config": GROUPED, "vision_config": "eager"}
+    config._experts_implementation = before
+    text = config.text_config
+    ends = [change([config, text], WAY, BATCHED), change([text], WAY, BATCHED)]
+    assert {config._experts_implementation, text._experts_implementation} == {BATCHED}
+    ends[first](lambda changed: changed)
+    assert text._experts_implementation == BATCHED and is_changed(config, WAY) == (first == 1)
+    ends[1 - first](lambda changed: changed)
+    found = [one._experts_implementation for one in (config, text, config.vision_config)]
+    assert found == list(before.values()) and not is_changed(text, WAY)
 
 
 def test_models_that_share_modules_are_refused_together() -> None:

@@ -154,6 +154,19 @@ def test_all_parts_attend_as_before_after_the_mode() -> None:
     assert not again.speculation.invariant
 
 
+def test_parts_of_a_config_attend_as_before_after_the_mode() -> None:
+    """Here both sides read configs that are parts of the model's."""
+    model = model_of("bert+bert")
+    configs = model.config, model.encoder.config, model.decoder.config
+    assert model.config.encoder is model.encoder.config
+    model.decoder.set_attn_implementation("eager")
+    before = [one._attn_implementation for one in configs]
+    undo = mode._attend(model)
+    assert {one._attn_implementation for one in configs} == {"hf_spec_invariant"}
+    undo(lambda changed: changed)
+    assert [one._attn_implementation for one in configs] == before
+
+
 def test_sources_that_all_see_the_same_share_their_columns() -> None:
     tiling = columns.Tiling(3, (8, 16), 32, 16, copies=100)
     found = columns.columns_of_all(3, 2, 40, torch.device("cpu")).pieces(tiling, torch.float32)
