@@ -63,8 +63,9 @@ def make_manager(
     seeded = bool(settings.do_sample) and (given.seed is not None or is_seeded(model.device))
     kept = kept_manager(model)
     if kept is not None and not (
-        _decodes_alike(kept, speculator, config, _made_for(model, settings, batching_config), seeded)
-        and not (settings.do_sample and given.seed is not None)  # its text follows from the seed alone
+        not seeded  # then the text follows from the seed alone, and from nothing that an engine has learnt
+        and _decodes_alike(kept, speculator, config, _made_for(model, settings, batching_config))
+        and _has_nothing_left(kept)
         and _is_large_enough(kept, given, is_default_size, workload_hints)
     ):
         forget_manager(model)
@@ -103,7 +104,6 @@ def _decodes_alike(
     speculator: Speculator,
     config: SpeculationConfig | None,
     made_for: Any,
-    seeded: bool,
 ) -> bool:
     """Tell whether ``manager`` was made for the same and drafts with the same weights, history and options.
 
@@ -111,7 +111,7 @@ def _decodes_alike(
     """
     if not isinstance(manager, SpeculativeManager) or manager.made_for != made_for:
         return False
-    if manager.invariance is not invariance_of(manager.model) or manager.speculation.is_seeded != seeded:
+    if manager.invariance is not invariance_of(manager.model) or manager.speculation.is_seeded:
         return False
     own, asked = manager.speculation.speculator, manager.speculation.asked
     one, other = (
@@ -119,6 +119,17 @@ def _decodes_alike(
         for drafting in (own, speculator)
     )
     return asked == config and (own is speculator or (one == other and one[1] is not None))
+
+
+def _has_nothing_left(manager: ContinuousBatchingManager) -> bool:
+    """Tell whether no call has left requests or results in ``manager``, and whether it takes new requests."""
+    queues = (manager.input_queue, manager.cancel_queue, manager.output_router.output_queue)
+    return all(one.empty() for one in queues) and not _is_stopping(manager)
+
+
+def _is_stopping(manager: ContinuousBatchingManager) -> bool:
+    """Tell whether ``manager`` still writes texts, of a call that did not wait for them."""
+    return bool(manager.is_running() and manager.background_thread_status.can_accept_new_requests() is not None)
 
 
 def _is_large_enough(
@@ -137,13 +148,16 @@ def _is_large_enough(
 def forget_manager(model: Any) -> None:
     """Remove the manager that transformers keeps on ``model``: it drafts in another way than the next call wants.
 
-    Errors: a ValueError if it is running.
+    Errors: a ValueError if it is running and takes requests.
     """
     kept = kept_manager(model)
+    if kept is not None and _is_stopping(kept):
+        kept.stop(hard_stop=True)  # else its end would wait for texts that nobody reads
     if kept is not None and kept.is_running():
         raise ValueError(
-            "the model keeps a running manager of continuous batching with another speculator, other settings or too "
-            "little space; stop it first: model.destroy_cached_continuous_batching_manager()"
+            "the model keeps a running manager of continuous batching with another speculator, other settings, too "
+            "little space or results that nobody has read; stop it first: "
+            "model.destroy_cached_continuous_batching_manager()"
         )
     model.destroy_cached_continuous_batching_manager()
 

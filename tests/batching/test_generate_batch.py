@@ -376,6 +376,20 @@ def test_a_kept_manager_is_asked_for_no_other_options(model: PreTrainedModel) ->
     model.destroy_cached_continuous_batching_manager()
 
 
+@pytest.mark.parametrize(("waits", "speculator"), [(True, "ngram"), (False, "ngram"), (False, False)])
+def test_what_a_call_has_left_is_no_answer_to_the_next(waits: bool, speculator: Any, model: PreTrainedModel) -> None:
+    """A call that waits leaves a result that nobody read; one that is interrupted leaves a text that is written."""
+    given: dict[str, Any] = {"continuous_batching_config": batching(4), "persistent_manager": True, "warmup": False}
+    with model.continuous_batching_context_manager(greedy(), block=waits, speculator="ngram", **given) as manager:
+        manager.add_request(PROMPT_LIST[0], max_new_tokens=3 if waits else 900, eos_token_id=-1)
+    assert manager.is_running() is not waits
+    outputs = model.generate_batch(PROMPT_LIST[:2], greedy(), **given, speculator=speculator)
+    texts = plain_texts(model, PROMPT_LIST[:2], greedy())
+    assert [output.generated_tokens for output in outputs.values()] == texts
+    assert not manager.is_running()
+    model.destroy_cached_continuous_batching_manager()
+
+
 def test_a_kept_manager_draws_from_the_seed_of_each_call(model: PreTrainedModel) -> None:
     options = greedy(do_sample=True, temperature=5.0, top_k=90, eos_token_id=-1)
     found = []
@@ -406,22 +420,23 @@ def test_draft_lengths_follow_no_clock_where_a_seed_was_set(seed: str | None, mo
     engine = batching(4, seed=3 if seed == "the engine's" else None)
     sampled = GenerationConfig(max_new_tokens=8, do_sample=True, eos_token_id=EOS, pad_token_id=0)
     options: dict[str, Any] = {"warmup": False, "persistent_manager": True, "speculator": build("llama")}
-    managers = []
+    managers, texts = [], []
     torch.seed()
-    if seed == "torch's":
-        torch.manual_seed(3)
     for _ in range(2):
-        model.generate_batch(PROMPT_LIST[:2], sampled, engine, **options)
+        if seed == "torch's":
+            torch.manual_seed(3)
+        outputs = model.generate_batch(PROMPT_LIST[:2], sampled, engine, **options)
+        texts.append([output.generated_tokens for output in outputs.values()])
         managers.append(model._cached_continuous_batching_manager)
         assert ("because a seed was set" in str(managers[-1].speculation.policy)) is (seed is not None)
         assert is_seeded(model.device) is (seed is not None)
-    if seed == "the engine's":  # whose text follows from the seed alone
-        assert managers[0] is not managers[1]
+    if seed is not None:  # which alone decides the text, whatever was written before
+        assert managers[0] is not managers[1] and texts[0] == texts[1]
     else:
         assert managers[0] is managers[1]
         torch.manual_seed(4)
         model.generate_batch(PROMPT_LIST[:2], sampled, engine, **options)
-        assert (model._cached_continuous_batching_manager is managers[0]) is (seed is not None)
+        assert model._cached_continuous_batching_manager is not managers[0]
     model.destroy_cached_continuous_batching_manager()
     torch.seed()
 
