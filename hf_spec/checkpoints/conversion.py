@@ -53,10 +53,9 @@ def convert(
     ``verifier`` is neither a Hub id nor a directory. A FileExistsError if ``dst`` holds files. ``dst`` is written
     completely or not at all.
     """
-    _check_verifier(verifier)
-    _check_code(with_code, to)
+    check_output(dst, to, verifier, with_code)
     draft = AutoDraftModel.from_pretrained(src, **kwargs)
-    _check_unquantised(draft)
+    check_layout(draft, to)
     if verifier is not None:
         draft.config.speculators_config["verifier"]["name_or_path"] = verifier
     if self_contained:
@@ -71,41 +70,45 @@ def convert(
     export(draft, dst, to, with_code)
 
 
-def _check_verifier(name: str | None) -> None:
+def check_output(dst: str | os.PathLike[str], to: str, verifier: str | None = None, with_code: bool = False) -> None:
+    """Raise what ``convert`` raises for its options, before anything is read."""
     try:
-        if name is not None and not os.path.isdir(name):
-            validate_repo_id(name)
+        if verifier is not None and not os.path.isdir(verifier):
+            validate_repo_id(verifier)
     except HFValidationError as error:
         raise ValueError(
-            f"verifier is {name!r}, which is neither a name on the Hub, such as ORG/MODEL, nor a directory"
+            f"verifier is {verifier!r}, which is neither a name on the Hub, such as ORG/MODEL, nor a directory"
         ) from error
-
-
-def _check_code(with_code: bool, to: str) -> None:
     if with_code and to != SPECULATORS.name:
         raise ValueError(
             f"with_code goes with to={SPECULATORS.name!r}, the layout that the code reads; {to!r} is for other "
             "programs, which read no code"
         )
-
-
-def _check_unquantised(draft: DraftModel) -> None:
-    if getattr(draft.config, "quantization_config", None) is not None:
-        raise ValueError(
-            "the draft's weights are quantised, which no layout can express; convert the unquantised draft"
-        )
-
-
-def export(draft: DraftModel, dst: str | os.PathLike[str], to: str = "speculators", with_code: bool = False) -> None:
-    """Write a loaded draft in another layout, as ``convert`` does."""
-    _check_code(with_code, to)
     if to not in layouts():
         raise ValueError(f"to is {to!r}; it must be one of {layouts()}")
     path = Path(dst)
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise FileExistsError(f"{path} exists; choose another directory or remove it")
+
+
+def check_layout(draft: DraftModel, to: str) -> None:
+    """Raise a ValueError if no layout, or not the layout ``to``, can express such a draft."""
+    if getattr(draft.config, "quantization_config", None) is not None:
+        raise ValueError(
+            "the draft's weights are quantised, which no layout can express; convert the unquantised draft"
+        )
+    if to != SPECULATORS.name and to not in draft.layouts:
+        kind = draft.config.speculators_model_type
+        raise ValueError(f"a draft of kind {kind!r} has no {to} layout; use to='speculators'")
+
+
+def export(draft: DraftModel, dst: str | os.PathLike[str], to: str = "speculators", with_code: bool = False) -> None:
+    """Write a loaded draft in another layout, as ``convert`` does."""
+    check_output(dst, to, with_code=with_code)
+    check_layout(draft, to)
+    path = Path(dst)
     draft.sort_features()
-    files = None if to == SPECULATORS.name else _in_layout(draft, to)
+    files = None if to == SPECULATORS.name else draft.layouts[to](draft)
     if files is None and (found := draft.engines(draft.config, *_as_saved(draft)).get("speculators")):
         logger.warning_once(f"the speculators library {'; '.join(found)}")
     with written_at_once(path) as partial:
@@ -132,13 +135,6 @@ def written_at_once(path: Path) -> Iterator[Path]:
 
 def _as_saved(draft: DraftModel) -> tuple[Checkpoint, str]:
     return Checkpoint("", draft.config.to_dict(), {}), SPECULATORS.name
-
-
-def _in_layout(draft: DraftModel, to: str) -> Files:
-    if to not in draft.layouts:
-        kind = draft.config.speculators_model_type
-        raise ValueError(f"a draft of kind {kind!r} has no {to} layout; use to='speculators'")
-    return draft.layouts[to](draft)
 
 
 def _write(files: Files, path: Path) -> None:

@@ -25,17 +25,14 @@ def trimmed(draft: DraftModel, ids: Sequence[int] | Tensor) -> Any:
     Errors: a ValueError if the draft cannot have a vocabulary of its own or has one already, or for ids that repeat or
     are not in the target's vocabulary.
     """
+    check_whole(draft)
     config = draft.config
     whole = config.layers.vocab_size
-    if not hasattr(config, "draft_vocab_size") or whole is None:
-        raise ValueError(
-            f"a draft of kind {config.speculators_model_type!r} proposes all tokens of its target: only EAGLE-3, "
-            "P-EAGLE, DFlash, DSpark and Medusa drafts can be trimmed"
-        )
-    if draft.d2t is not None:
-        raise ValueError(f"the draft proposes {len(draft.d2t)} of {whole} tokens already: trim the one it was made of")
     if getattr(config, "scored_as_target", False) and config.shared_with_target and not draft._lent:
-        raise ValueError("the draft takes its vocabulary from its target: call draft.bind(target) first")
+        raise ValueError(
+            "the draft takes its vocabulary from its target: call draft.bind(target) first, or give convert the "
+            "target (on the command line --target)"
+        )
     kept = torch.as_tensor(ids, dtype=torch.long).sort().values
     if not len(kept) or int(kept[0]) < 0 or int(kept[-1]) >= whole or len(kept.unique()) < len(kept):
         raise ValueError(f"the vocabulary must list tokens of 0 to {whole - 1}, each of them once")
@@ -52,6 +49,19 @@ def trimmed(draft: DraftModel, ids: Sequence[int] | Tensor) -> Any:
     made.load_state_dict(weights | {name: one for name, one in made.state_dict().items() if name in ("d2t", "t2d")})
     made.set_vocabulary(kept)
     return made
+
+
+def check_whole(draft: DraftModel) -> None:
+    """Raise a ValueError if a draft cannot have a vocabulary of its own, or has one already."""
+    config = draft.config
+    whole = config.layers.vocab_size
+    if not hasattr(config, "draft_vocab_size") or whole is None:
+        raise ValueError(
+            f"a draft of kind {config.speculators_model_type!r} proposes all tokens of its target: only EAGLE-3, "
+            "P-EAGLE, DFlash, DSpark and Medusa drafts can be trimmed"
+        )
+    if draft.d2t is not None:
+        raise ValueError(f"the draft proposes {len(draft.d2t)} of {whole} tokens already: trim the one it was made of")
 
 
 def _ends_in_vocabulary(draft: DraftModel, module: nn.Module) -> bool:
@@ -92,13 +102,18 @@ def frequent(texts: Sequence[Sequence[int]], size: int, vocabulary: int, always:
     Errors: a ValueError for a ``size`` that is not between the number of ``always`` and the ``vocabulary``.
     """
     kept = dict.fromkeys(one for one in always if 0 <= one < vocabulary)
-    if not max(1, len(kept)) <= size < vocabulary:
-        raise ValueError(
-            f"a draft vocabulary of {size} tokens cannot be chosen from {vocabulary}; take {max(1, len(kept))} to "
-            f"{vocabulary - 1}"
-        )
+    check_size(size, vocabulary, len(kept))
     counts = torch.zeros(vocabulary, dtype=torch.long)
     for text in texts:
         counts += torch.bincount(torch.tensor(list(text), dtype=torch.long), minlength=vocabulary)[:vocabulary]
     counts[list(kept)] = counts.max() + 1
     return counts.argsort(descending=True, stable=True)[:size].sort().values.tolist()
+
+
+def check_size(size: int, vocabulary: int, least: int = 1) -> None:
+    """Raise a ValueError unless a draft can keep ``size`` of a ``vocabulary``, of which ``least`` must stay."""
+    if not max(1, least) <= size < vocabulary:
+        raise ValueError(
+            f"a draft vocabulary of {size} tokens cannot be chosen from {vocabulary}; take {max(1, least)} to "
+            f"{vocabulary - 1}"
+        )

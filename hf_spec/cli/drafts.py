@@ -42,7 +42,8 @@ def add_convert(commands: Any) -> None:
     add("--verifier", metavar="ID", help="Hub id of the target, which vLLM wants to find in the config")
     add("--vocabulary", metavar="N", help="cut the draft to its N most frequent tokens in --prompts and the target's "
         "answers, or to those in a file, a JSON list of ids (FR-Spec)")  # fmt: skip
-    add("--target", metavar="MODEL", help="the target, which --prompts needs")
+    add("--target", metavar="MODEL", help="the target, which --prompts needs, and a draft that takes its "
+        "vocabulary from the target")  # fmt: skip
     add("--prompts", metavar="FILE", help="JSON lines: every second prompt is counted, the others measure the draft "
         "before and after")  # fmt: skip
     add(
@@ -53,23 +54,26 @@ def add_convert(commands: Any) -> None:
 
 
 def _convert(args: argparse.Namespace) -> None:
-    from ..checkpoints.conversion import convert
+    from ..checkpoints.conversion import check_output, convert
     from ..checkpoints.files import looking_for
     from ..checkpoints.inspection import inspect
 
     given: dict[str, Any] = {}
     if args.vocabulary is None and (args.prompts or args.target):
         raise ValueError("--prompts and --target are for --vocabulary N, which cuts the draft to N tokens")
+    check_output(args.out, args.to, args.verifier, args.with_code)  # models are loaded before convert does so
     if args.vocabulary is not None:
         from .trimming import chosen_vocabulary
 
-        given["vocabulary"] = chosen_vocabulary(args.draft, args.vocabulary, args.target, args.prompts)
-    if args.self_contained:
+        given["vocabulary"], given["target"] = chosen_vocabulary(
+            args.draft, args.vocabulary, args.target, args.prompts, args.to
+        )
+    if place := args.self_contained or (None if args.prompts else args.target):  # prompts have loaded it
         from ..checkpoints.language_models import load_decoder
 
-        with looking_for(args.self_contained, "the target"):
-            target = load_decoder(args.self_contained, dtype="auto")
-        given |= {"self_contained": True, "target": target}
+        with looking_for(place, "the target"):
+            given["target"] = load_decoder(place, dtype="auto")
+        given["self_contained"] = bool(args.self_contained)
     convert(args.draft, args.out, args.to, verifier=args.verifier, with_code=args.with_code, **given)
     if args.to == "native":  # cannot be loaded without the target
         print(f"{args.out} holds mtp.safetensors: put it next to the target's files and name it in their index")

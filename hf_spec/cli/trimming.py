@@ -10,12 +10,13 @@ import torch
 
 from ..bench import Prompt, read_prompts
 from ..checkpoints.auto import AutoDraftModel
-from ..checkpoints.trimming import frequent, read_vocabulary, trimmed
+from ..checkpoints.conversion import check_layout
+from ..checkpoints.trimming import check_size, check_whole, frequent, read_vocabulary, trimmed
 from ..metrics import SpeculationStats
 from ..progress import counted
 from ..scoring.plain import input_device
 from ..untrusted import printable
-from .loading import limited_length, load_target
+from .loading import limited_length, load_target, outline_of
 
 if TYPE_CHECKING:
     from ..integration import SpeculativeModel
@@ -23,13 +24,18 @@ if TYPE_CHECKING:
 ANSWER = 128  # tokens of an answer that are counted, or measured
 
 
-def chosen_vocabulary(draft: str, vocabulary: str, target: str | None, prompts: str | None) -> list[int]:
-    """Return the tokens that the draft at the path ``draft`` is cut to: a file's, or as many frequent ones.
+def chosen_vocabulary(
+    draft: str, vocabulary: str, target: str | None, prompts: str | None, to: str
+) -> tuple[list[int], Any]:
+    """Return the tokens that the draft at the path ``draft`` is cut to, and the target if there are prompts.
+
+    They are those of a file, or as many frequent ones.
 
     With ``prompts``, prints the draft's mean accepted length before and after. It is measured over every second
     prompt. The frequent tokens are those of the other prompts and of the target's answers to them.
 
-    Errors: a ValueError if prompts or the target are missing; those of reading them.
+    Errors: a ValueError if prompts or the target are missing, or if the draft cannot be cut, or not be written in the
+    layout ``to``; those of reading them.
     """
     size = int(vocabulary) if vocabulary.isdecimal() else None
     if size is not None and not (prompts and target):
@@ -39,7 +45,7 @@ def chosen_vocabulary(draft: str, vocabulary: str, target: str | None, prompts: 
         )
     ids = [] if size is not None else read_vocabulary(vocabulary)
     if not prompts:
-        return ids
+        return ids, None
     if not target:
         raise ValueError("--prompts needs --target MODEL, the model that answers them")
     asked = read_prompts(prompts)
@@ -49,22 +55,29 @@ def chosen_vocabulary(draft: str, vocabulary: str, target: str | None, prompts: 
             "write at least two"
         )
     counting, measured = asked[::2], asked[1::2] or asked  # a file's tokens were counted on none of them
+    outline = outline_of(target)
+    whole = outline.config.get_text_config().vocab_size
+    if size is not None:
+        check_size(size, whole)
+    fitting = AutoDraftModel.from_pretrained(draft, target=outline)
+    check_whole(fitting)
+    check_layout(fitting, to)
     model, tokenizer = load_target(target, "auto", None)
     loaded = AutoDraftModel.from_pretrained(draft, target=model, dtype=model.dtype).to(input_device(model))
     loaded.sort_features()
     if size is not None:
         texts, _ = _answers(model, tokenizer, loaded, counting)
-        ids = frequent(texts, size, model.config.get_text_config().vocab_size, _ends(model))
-    before = _length(model, tokenizer, loaded, measured)
-    after = _length(model, tokenizer, trimmed(loaded, ids), measured)
+        ids = frequent(texts, size, whole, _ends(model))
+    smaller = trimmed(loaded, ids)  # first, because measuring takes long
+    before, after = (_length(model, tokenizer, one, measured) for one in (loaded, smaller))
     print(
         printable(
-            f"{len(ids)} of {model.config.get_text_config().vocab_size} tokens; mean accepted length over "
+            f"{len(ids)} of {whole} tokens; mean accepted length over "
             f"{counted(len(measured), 'prompt')}: {before:.3f} before, {after:.3f} after"
         ),
         file=sys.stderr,
     )
-    return ids
+    return ids, model
 
 
 def _length(model: Any, tokenizer: Any, draft: Any, prompts: Sequence[Prompt]) -> float:

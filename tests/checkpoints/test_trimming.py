@@ -11,6 +11,7 @@ import pytest
 import torch
 from golden import GOLDENS, load_draft, load_target, tiny_target
 from transformers import AutoModel
+from twins import tokenizer
 
 from hf_spec import demo
 from hf_spec.checkpoints.auto import AutoDraftModel
@@ -96,6 +97,53 @@ def test_what_cannot_be_trimmed_is_refused() -> None:
         trimmed(load_draft("sp_dflash2_qwen3"), KEPT)
 
 
+def test_the_command_refuses_before_the_target_is_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "target").mkdir()  # without weights, so that reading it would be the error
+    shutil.copy(demo.path() / "config.json", tmp_path / "target")
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "One day"}\n{"prompt": "Lily had a"}')
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").write_text("")
+    convert(demo.path("draft-eagle3"), tmp_path / "cut", vocabulary=KEPT)
+    given = ["--target", str(tmp_path / "target"), "--prompts", str(tmp_path / "prompts.jsonl")]
+    for draft, out, size, more, said in (
+        (demo.path("draft-eagle3"), "full", 200, [], "full exists; choose another directory"),
+        (demo.path("draft-eagle3"), "out", 200, ["--verifier", "a/b/c"], "verifier is 'a/b/c', which is neither"),
+        (
+            demo.path("draft-eagle3"),
+            "out",
+            200,
+            ["--with-code", "--to", "eagle3"],
+            "--with-code goes with --to speculators",
+        ),
+        (demo.path("draft-eagle3"), "out", 9999999, [], "of 9999999 tokens cannot be chosen from"),
+        (demo.path("draft-dspark"), "out", 200, ["--to", "eagle3"], "has no eagle3 layout"),
+        (tmp_path / "cut", "out", 3, [], f"proposes {len(KEPT)} of "),
+    ):
+        assert main(["convert", str(draft), str(tmp_path / out), "--vocabulary", str(size), *given, *more]) == 1
+        assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("counted", [True, False])
+def test_a_draft_that_takes_its_vocabulary_from_the_target_is_trimmed(
+    counted: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hf_spec.cli.trimming.ANSWER", 2)
+    source, out = GOLDENS / "hf_muse_glimmer", tmp_path / "small"
+    target = str(shutil.copytree(source / "target", tmp_path / "target"))
+    given: list[str] = []
+    (tmp_path / "ids.json").write_text(json.dumps(KEPT))
+    if counted:
+        tokenizer(80).save_pretrained(target)
+        (tmp_path / "prompts.jsonl").write_text('{"prompt": "AB"}\n{"prompt": "BC"}')
+        given += ["--prompts", str(tmp_path / "prompts.jsonl")]
+    kept = str(len(KEPT)) if counted else str(tmp_path / "ids.json")
+    command = ["convert", str(source / "checkpoint"), str(out), "--vocabulary", kept, *given]
+    assert main(command) == 1
+    assert "--target" in capsys.readouterr().err
+    assert main([*command, "--target", target]) == 0
+    assert AutoDraftModel.from_pretrained(out).config.draft_vocab_size == len(KEPT)
+
+
 def test_the_most_frequent_tokens_are_kept() -> None:
     texts = [[5, 5, 9, 1], [9, 5, 2]]
     assert frequent(texts, 3, 12) == [1, 5, 9]  # 1 and 2 are equally frequent
@@ -118,7 +166,10 @@ def test_lists_of_tokens_are_read(tmp_path: Path) -> None:
             read_vocabulary(tmp_path / "ids.json")
 
 
-def test_the_command_tells_accepted_lengths(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_tells_accepted_lengths(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hf_spec.cli.trimming.ANSWER", 16)
     prompts = [{"prompt": text} for text in ("Once upon a time", "One day", "Lily had a", "The dog ran")]
     (tmp_path / "prompts.jsonl").write_text("\n".join(map(json.dumps, prompts)))
     draft, out = str(demo.path("draft-dspark")), str(tmp_path / "small")
