@@ -61,6 +61,8 @@ def default_speculator(
 
     Errors: those of loading the named draft; TypeError for a value that a config cannot hold.
     """
+    if getattr(generation_config, "is_assistant", False):  # transformers' assisted generation asks it for draft tokens
+        return None, None
     own, models = (_named_in(config) for config in (generation_config, getattr(model, "generation_config", None)))
     if own is None and (stored := _stored_for_call(model)) is not None:
         return stored

@@ -108,6 +108,20 @@ def test_prompts_may_lie_on_the_cpu(sample: bool) -> None:
     assert torch.equal(texts[1], texts[0]) and torch.equal(texts[2], texts[0])
 
 
+def test_plain_steps_compute_experts_as_plain_generate_does() -> None:
+    model, inputs = there(target("qwen2_moe")), {name: tensor.to(THERE) for name, tensor in prompts(1).items()}
+    ways: list[str] = []
+    model.register_forward_hook(lambda *_: ways.append(model.config._experts_implementation))
+    plain = ["grouped_mm"] + ["batched_mm"] * 3
+    for options, wanted in (({}, plain), ({"speculator": "plain"}, plain), ({"speculator": "ngram"}, ["grouped_mm"])):
+        fixed = {"num_speculative_tokens": 3} if wanted != plain else {}
+        for _ in range(2):  # a first call checks the target
+            ways.clear()
+            model.generate(**inputs, do_sample=False, max_new_tokens=4, **options, **fixed)
+        assert ways[: len(wanted)] == wanted
+    assert model.config._experts_implementation == "grouped_mm"
+
+
 # -- waits of a step --------------------------------------------------------------------------------------------------
 
 

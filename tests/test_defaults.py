@@ -250,6 +250,16 @@ def test_what_no_generation_config_can_hold_is_refused(model: PreTrainedModel, o
         model.generate(**prompts(1), generation_config=GenerationConfig(**NEW, **options))
 
 
+def test_a_model_that_transformers_lets_draft_takes_no_default(model: PreTrainedModel) -> None:
+    """Its call has a copy of the target's generation config, which names a speculator for the target."""
+    small, plain = copy.deepcopy(draft()), model.generate(**prompts(1), **NEW)
+    model.generation_config.speculator = "mtp"  # of which it has none
+    assert torch.equal(model.generate(**prompts(1), **NEW, assistant_model=small), plain)
+    hf_spec.set_speculator(small, "ngram")
+    assert torch.equal(model.generate(**prompts(1), **NEW, assistant_model=small), plain)
+    assert hf_spec.last_speculation(small) is None
+
+
 def test_a_draft_in_a_generation_config_is_refused(model: PreTrainedModel) -> None:
     model.generation_config.speculator = draft()
     with pytest.raises(TypeError, match=r"set_speculator\(model, draft\)"):

@@ -218,6 +218,8 @@ _ASSISTED = {  # options of transformers' assisted generation, and what asks for
     "num_assistant_tokens": "pass num_speculative_tokens=N",
     "num_assistant_tokens_schedule": "the draft length is adaptive, or num_speculative_tokens=N is constant",
     "assistant_confidence_threshold": "pass speculation_config=hf_spec.SpeculationConfig(confidence_threshold=...)",
+    "assistant_lookbehind": "tokens of another tokenizer are encoded anew without it",
+    "target_lookbehind": "tokens of another tokenizer are encoded anew without it",
     "assistant_ensemble_weight": "rules that change the text are SpeculationConfig(acceptance=...)",
     "max_matching_ngram_size": "pass speculator=hf_spec.NgramSpeculator(max_ngram=...)",
     "speculation_type": "pass the draft itself as speculator=...",

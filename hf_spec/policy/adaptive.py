@@ -209,7 +209,7 @@ class AdaptiveLength(DraftLengthPolicy):
     def __str__(self) -> str:
         total = sum(self._chosen.values())
         shown = self._chosen.most_common(4)
-        parts = [f"{length or 'none'} in {count / total:.0%}" for length, count in shown]
+        parts = [f"{length or 'none'} in {count / total:.0%}" for length, count in shown] or ["none"]
         if others := total - sum(count for _, count in shown):
             parts.append(f"others in {others / total:.0%}")
         return f"{', '.join(parts)} of {counted(total, 'step')}, {self._basis}"

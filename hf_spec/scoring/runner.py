@@ -370,8 +370,14 @@ class ModelRunner:
     @contextlib.contextmanager
     def plain_steps(self) -> Iterator[Callable[[Proposal], Scores]]:
         """Score roots alone, one plain step per call, while ``scores_as_plain`` holds."""
-        with self.features.watching() as caught, PlainMasks(self._text_config._attn_implementation) as masks:
+        masks_of = PlainMasks(self._text_config._attn_implementation)
+        with self.features.watching() as caught, masks_of as masks, self._experts_of_steps():
             yield functools.partial(self._score_as_plain, caught, masks)
+
+    def _experts_of_steps(self) -> contextlib.AbstractContextManager[None]:
+        """Compute experts as plain ``generate`` does after its prompt: on an accelerator, in a way for few tokens."""
+        switch = None if self.slots.device.type == "cpu" else getattr(self.model, "_optimize_model_for_decode", None)
+        return NO_CONTEXT if switch is None else switch()
 
     def _score_as_plain(self, caught: dict[int, Tensor], masks: PlainMasks, proposal: Proposal) -> Scores:
         slots, rows = self.slots, self.slots.cache.rows

@@ -60,16 +60,20 @@ def check_target(model: PreTrainedModel, trees: bool, static: bool = False, prom
 
     ``prompt``: the inputs of the call's prefill, if they are more than text; see ``Prompt.of_call``.
     """
+    shapes = ["chain"]
+    if model.config.is_encoder_decoder:  # they have masks and biases of their own for a single token
+        shapes.append("plain step after a chain")
+    if trees:
+        shapes.append("tree")
     with in_evaluation(model):
-        _check_shape(model, "chain", static, prompt)
-        if model.config.is_encoder_decoder:  # they have masks and biases of their own for a single token
-            _check_shape(model, "plain step after a chain", static, prompt)
-        if trees:
-            _check_shape(model, "tree", static, prompt)
+        for name in shapes:
+            if (reason := _why_apart(model, name, static, prompt)) is not None:
+                raise ValueError(reason)
 
 
 @tried_once
-def _check_shape(model: PreTrainedModel, name: str, static: bool, prompt: Prompt | None) -> None:
+def _why_apart(model: PreTrainedModel, name: str, static: bool, prompt: Prompt | None) -> str | None:
+    """Say why ``model`` cannot score a shape, if its scores differ. Errors, which may not come again, are raised."""
     cure = "use a chain (tree=None)" if name == "tree" else "generate without `speculator`"
     if static:
         cure += ", or leave the cache dynamic"
@@ -92,11 +96,12 @@ def _check_shape(model: PreTrainedModel, name: str, static: bool, prompt: Prompt
         if is_compiled(model):
             cure += ", or without torch.compile as one graph (fullgraph=True) around the model, which knows no blocks"
         raise ValueError(f"{_why_not_scored(model, name, static, prompt, error)}; {cure}.") from error
-    if not apart <= most:  # nan is refused too
-        raise ValueError(
-            f"{type(model).__name__} scores a {name} of draft tokens differently from single steps "
-            f"(by {apart:.2g} of its logits' spread), so the text would not be plain generate's; {cure}."
-        )
+    if apart <= most:  # nan is refused too
+        return None
+    return (
+        f"{type(model).__name__} scores a {name} of draft tokens differently from single steps "
+        f"(by {apart:.2g} of its logits' spread), so the text would not be plain generate's; {cure}."
+    )
 
 
 def _is_quantized(model: PreTrainedModel) -> bool:

@@ -8,7 +8,7 @@ most of which are rejected. So processors are sorted by what their result depend
    it were emitted. Classes in ``prefixes.py`` take all nodes at once, others all prefixes of one length in a call.
 3. *lockstep*: everything else, above all what users write (``prefix_allowed_tokens_fn`` too). Such a processor may
    count calls, keep a state or read other sequences. So it is called as plain ``generate`` calls it, and all sequences
-   advance together. One difference remains: finished rows score zeros, and plain ``generate`` goes on scoring them.
+   advance together. One difference remains: finished rows have the logits of one that grows, not their own.
 """
 
 from __future__ import annotations
@@ -211,8 +211,7 @@ def _ignored_by_row(processor: Any) -> Tensor | None:
 
 def _is_per_sequence(processor: Any) -> bool:
     if type(processor) is logits_process.PrefixConstrainedLogitsProcessor:
-        one_text = processor._num_beams == 1  # with beams it reads all beams of a sequence together
-        return one_text and is_declared_pure(processor._prefix_allowed_tokens_fn)  # the function is the user's
+        return is_declared_pure(processor._prefix_allowed_tokens_fn)  # the function is the user's
     return type(processor) in PER_SEQUENCE or is_declared_pure(processor)
 
 
@@ -229,18 +228,19 @@ def _listening_once(processor: Any) -> Any:
 def _bind(processor: Any, rows: list[int]) -> Any:
     """Restrict ``processor`` to some ``rows`` of the batch that it was made for."""
     if type(processor) is logits_process.PrefixConstrainedLogitsProcessor:
-        allowed = functools.partial(_allowed, processor._prefix_allowed_tokens_fn, rows)
+        prompts = [row // processor._num_beams for row in rows]  # of num_return_sequences: beams are refused
+        allowed = functools.partial(_allowed, processor._prefix_allowed_tokens_fn, prompts)
         return logits_process.PrefixConstrainedLogitsProcessor(allowed, 1)
     if (ignored := _ignored_by_row(processor)) is not None:
         return logits_process.RepetitionPenaltyLogitsProcessor(processor.penalty, ignored[rows])
     return processor
 
 
-def _allowed(function: Callable[[int, Tensor], list[int]], rows: list[int], pair: int, prefix: Tensor) -> list[int]:
-    tokens = function(rows[pair], prefix)
+def _allowed(function: Callable[[int, Tensor], list[int]], prompts: list[int], pair: int, prefix: Tensor) -> list[int]:
+    tokens = function(prompts[pair], prefix)
     if len(tokens) == 0:
         raise ValueError(
-            f"`prefix_allowed_tokens_fn` returned an empty list for batch ID {rows[pair]} behind {len(prefix)} "
+            f"`prefix_allowed_tokens_fn` returned an empty list for batch ID {prompts[pair]} behind {len(prefix)} "
             "tokens: nothing could follow. Let it allow at least one token, such as the end of the sequence"
         )
     return tokens

@@ -236,6 +236,19 @@ def test_pure_function_that_allows_tokens(shape: str) -> None:
     assert free.speculation.steps < waiting.speculation.steps
 
 
+def test_several_texts_of_a_prompt_that_allows_tokens() -> None:
+    """transformers calls the function with the prompt's number for each of them."""
+    one = {"num_return_sequences": 2, "do_sample": True, "top_k": 1, "prefix_allowed_tokens_fn": allowed}
+    plain = generate(prompts(2), one)
+    ours: dict[str, Any] = {"speculator": Oracle(plain, wrong=3), "return_dict_in_generate": True}
+    waiting, free = (
+        generate(prompts(2), one | {"prefix_allowed_tokens_fn": ask}, **ours)
+        for ask in (lambda batch, prefix: allowed(batch, prefix), pure(lambda batch, prefix: allowed(batch, prefix)))
+    )
+    assert torch.equal(waiting.sequences, plain) and torch.equal(free.sequences, plain)
+    assert free.speculation.steps < waiting.speculation.steps
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 def test_pure_processor(shape: str) -> None:
     inputs = prompts(3)
