@@ -35,6 +35,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--accumulate", type=int, default=8)
     parser.add_argument("--learning-rate", type=float, default=2e-4)
+    parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint in --output")
     options = parser.parse_args()
 
     tokenizer = AutoTokenizer.from_pretrained(options.target)
@@ -59,7 +60,7 @@ def main() -> None:
         peft_config=LoraConfig(r=options.rank, lora_alpha=2 * options.rank, target_modules="all-linear"),
     )
     before = trainer.evaluate()["eval_acceptance_length"]
-    trainer.train(resume_from_checkpoint=True)  # goes on after an interruption
+    trainer.train(resume_from_checkpoint=options.resume)
     after = trainer.evaluate()["eval_acceptance_length"]
     print(f"tokens per verification on held-out text: {before:.2f} before, {after:.2f} after")
     trainer.save_model()

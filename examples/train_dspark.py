@@ -38,6 +38,7 @@ def main() -> None:
     parser.add_argument("--accumulate", type=int, default=8)
     parser.add_argument("--learning-rate", type=float, default=6e-4)
     parser.add_argument("--evaluations", type=int, default=10)
+    parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint in --output")
     options = parser.parse_args()
 
     tokenizer = AutoTokenizer.from_pretrained(options.target)
@@ -80,7 +81,7 @@ def main() -> None:
         eval_dataset=data["test"],
         processing_class=tokenizer,
     )
-    trainer.train(resume_from_checkpoint=True)  # goes on after an interruption
+    trainer.train(resume_from_checkpoint=options.resume)
     print(trainer.evaluate())
     trainer.save_model()
 

@@ -196,6 +196,10 @@ def test_a_draft_is_trained_measured_and_saved(
     assert draft.config.speculators_model_type == kind
     assert "mean accepted length" in (output / "README.md").read_text(encoding="utf-8")
     check(draft, small_target)
+    with pytest.raises(ValueError, match="of another run"):
+        run(f"train_{kind}", given, tmp_path, monkeypatch)
+    if kind == "medusa":
+        run(f"train_{kind}", [*given, "--resume"], tmp_path, monkeypatch)
 
 
 @pytest.mark.parametrize("kind", ["draft-eagle3", "draft-vanilla"])
@@ -204,11 +208,15 @@ def test_an_adapter_is_trained_measured_saved_and_merged(
 ) -> None:
     peft = pytest.importorskip("peft")
     places = ["--output", str(tmp_path / "adapter"), "--merged", str(tmp_path / "merged")]
-    run("finetune_lora", ["--draft", str(demo.path(kind)), *places], tmp_path, monkeypatch)
+    given = ["--draft", str(demo.path(kind)), *places]
+    run("finetune_lora", given, tmp_path, monkeypatch)
     assert "tokens per verification on held-out text: 2" in capsys.readouterr().out
     load = AutoModel if kind == "draft-eagle3" else AutoModelForCausalLM
     check(peft.PeftModel.from_pretrained(load.from_pretrained(demo.path(kind)), tmp_path / "adapter"))
     check(load.from_pretrained(tmp_path / "merged"))
+    if kind == "draft-vanilla":  # the faster one
+        with pytest.raises(ValueError, match="of another run"):
+            run("finetune_lora", given, tmp_path, monkeypatch)
 
 
 def test_time_and_memory_of_a_training_step_are_measured(
