@@ -15,6 +15,7 @@ import torch
 from hf_spec.bench.gpu import command, plan
 from hf_spec.bench.gpu.command import RESULTS, main
 from hf_spec.bench.gpu.page import made_from, page
+from hf_spec.bench.runner import installed_version
 
 
 def read(out: Path) -> Any:
@@ -81,18 +82,20 @@ def test_some_cells_are_measured_before_the_others(tmp_path: Path) -> None:
     for wanted, done in ((["compiled", "graphs"], False), (None, True)):
         command.run_part(tmp_path, results, part, float("inf"), wanted)
         assert results["parts"]["training-x"]["complete"] == done
-    assert calls == ["plain, CUDA graphs", "plain, eager"]
+    assert calls == ["plain, CUDA graphs", "plain, eager", "plain, CUDA graphs"], "what failed comes last"
 
 
 def test_a_cell_that_is_measured_again_keeps_the_faster_call(tmp_path: Path) -> None:
-    rounds = iter(({"error": "none"}, {"seconds": 2.0}, {"seconds": 3.0}, {"error": "none"}, {"seconds": 1.0}))
+    """One that failed is measured again by any call."""
+    fails = {"error": "none"}
+    rounds = iter((fails, fails, {"seconds": 2.0}, {"seconds": 3.0}, fails, {"seconds": 1.0}))
     rest = {"tokens": 1, "width": 1, "tokens_per_second": 1.0, "peak_bytes": None}
     part = plan.Part("training-x", "One", lambda: [("one", lambda: rest | next(rounds))])
     results, kept = command.opened(tmp_path, {"device": "none"}), []
-    for again in (False, True, True, False, True, True):
+    for again in (False, False, False, True, False, True, True):
         command.run_part(tmp_path, results, part, float("inf"), again=again)
         kept.append(read(tmp_path)["parts"]["training-x"]["cells"]["one"].get("seconds"))
-    assert kept == [None, 2.0, 2.0, 2.0, 2.0, 1.0]
+    assert kept == [None, None, 2.0, 2.0, 2.0, 2.0, 1.0]
 
 
 @pytest.mark.parametrize("most", [0.5, 60])
@@ -114,7 +117,9 @@ def test_tests_that_were_stopped_for_want_of_time_run_again(
     assert "stopped after" in held["said"] and held["complete"] == (most < 1)
 
 
-def test_a_failing_cell_is_a_result_and_time_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_cell_is_a_result_and_time_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     def fails() -> dict[str, Any]:
         raise torch.OutOfMemoryError("CUDA out of memory | tried to allocate")
 
@@ -123,7 +128,9 @@ def test_a_failing_cell_is_a_result_and_time_is_kept(tmp_path: Path, monkeypatch
     main(["--out", str(tmp_path / "early"), "--tiny", "--minutes", "0.0000001"])
     main(["--out", str(tmp_path / "none"), "--tiny", "--parts", "tests"])
     assert list(read(tmp_path / "none")["parts"]) == ["tests"]
+    capsys.readouterr()
     main(["--out", str(tmp_path / "all"), "--tiny"])
+    assert capsys.readouterr().out.endswith("page.md: 1 cell failed; repeat the command\n")
     cell = read(tmp_path / "all")["parts"]["decoding-x-1"]["cells"]["plain, eager"]
     assert cell["error"].startswith("OutOfMemoryError: CUDA out of memory")
     assert "| plain, eager | OutOfMemoryError: CUDA out of memory / tried" in page(read(tmp_path / "all"))
@@ -136,6 +143,13 @@ def test_figures_of_two_machines_are_not_mixed(tmp_path: Path) -> None:
     command.save(tmp_path, {"environment": here | {"device": "another GPU"}, "parts": {}})
     with pytest.raises(SystemExit, match="is of device another GPU, and here it is cpu; choose another --out"):
         command.opened(tmp_path, here)
+
+
+def test_a_package_in_the_repository_of_another_has_a_version_and_no_commit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "ROOT", command.ROOT / "tests")  # in a clone, where git would answer
+    here = command.environment("cpu", True)
+    assert (here["commit"], here["changed"]) == (installed_version("hf-spec"), False)
+    assert "Commit unknown, torch" in made_from({"environment": here | {"commit": None}, "parts": {}})
 
 
 def test_bad_input_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import transformers
 
+from ...progress import counted
 from ...whole_files import write_files
 from ..runner import installed_version
 from .page import page
@@ -58,7 +59,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if part.name in wanted:
             run_part(options.out, results, part, deadline, options.cells, options.again)
     print(page(results))
-    print(f"{options.out / PAGE}" + ("" if is_complete(results, names) else ": some is missing; repeat the command"))
+    rest = [] if is_complete(results, names) else ["some is missing"]
+    if failed := sum(_has_failed(cell) for part in results["parts"].values() for cell in part["cells"].values()):
+        rest.append(f"{counted(failed, 'cell')} failed")
+    print(f"{options.out / PAGE}" + (f": {', '.join(rest)}; repeat the command" if rest else ""))
 
 
 def environment(device: str, tiny: bool) -> Results:
@@ -68,8 +72,8 @@ def environment(device: str, tiny: bool) -> Results:
     except (RuntimeError, AssertionError) as error:
         raise SystemExit(f"{device} does not compute ({error}); what does nvidia-smi say?") from error
     found = {
-        "commit": _said("git", "-C", str(ROOT), "rev-parse", "HEAD") or installed_version("hf-spec"),
-        "changed": bool(_said("git", "-C", str(ROOT), "status", "--porcelain", "--untracked-files=no")),
+        "commit": _of_clone("rev-parse", "HEAD") or installed_version("hf-spec"),
+        "changed": bool(_of_clone("status", "--porcelain", "--untracked-files=no")),
         "device": torch.cuda.get_device_name(device) if torch.device(device).type == "cuda" else device,
         "driver": _said("nvidia-smi", "--query-gpu=driver_version,memory.total,power.limit", "--format=csv,noheader"),
         "processor": platform.processor() or platform.machine(),
@@ -82,6 +86,11 @@ def environment(device: str, tiny: bool) -> Results:
         "tiny": tiny,
     }
     return found
+
+
+def _of_clone(*command: str) -> str:
+    """Return what git says about the clone; "" if this is none: an environment may lie in another repository."""
+    return _said("git", "-C", str(ROOT), *command) if (ROOT / ".git").exists() else ""
 
 
 def _said(*command: str) -> str:
@@ -118,16 +127,16 @@ def run_part(
     words: Sequence[str] | None = None,
     again: bool = False,
 ) -> None:
-    """Measure the cells of ``part`` that are missing, or all ``again``, and save after each.
+    """Measure the cells of ``part`` that are missing, then those that failed, or all ``again``, and save after each.
 
     With ``words``, only cells that name one of them. Of two measurements of a cell the faster one is kept.
     """
     deadline = min(deadline, time.monotonic() + PART_SECONDS)
     held = results["parts"].setdefault(part.name, {"title": part.title, "cells": {}})
     cells = part.cells()
-    for name, measure in cells:
+    for name, measure in sorted(cells, key=lambda cell: _has_failed(held["cells"].get(cell[0]))):
         before = held["cells"].get(name)
-        if (before and not again) or (words and not any(one in name for one in words)):
+        if (before and not again and not _has_failed(before)) or (words and not any(one in name for one in words)):
             continue
         if time.monotonic() > deadline:
             return
@@ -149,6 +158,11 @@ def _measured(measure: Callable[[], Results]) -> Results:
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
     return found | {"wall_seconds": time.monotonic() - begin, "at": time.strftime("%Y-%m-%d %H:%M:%S")}
+
+
+def _has_failed(cell: Results | None) -> bool:
+    """Tell whether a cell was measured in vain, perhaps for want of memory that another process held."""
+    return "error" in (cell or {})
 
 
 def _seconds(cell: Results) -> float:

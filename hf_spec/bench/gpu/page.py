@@ -41,13 +41,17 @@ def made_from(results: dict[str, Any]) -> str:
     """Say with which device and versions ``results`` were measured."""
     here = results["environment"]
     device = here["device"] + (f" (driver, memory, power: {here['driver']})" if here["driver"] else "")
-    commit = here["commit"][:12] + (" with changes" if here["changed"] else "")
+    commit = _short_commit(here["commit"]) + (" with changes" if here["changed"] else "")
     cells = (cell for part in results["parts"].values() for cell in part["cells"].values())
-    if others := sorted({cell["commit"][:12] for cell in cells if _is_of_another(cell, here["commit"])}):
+    if others := sorted({_short_commit(cell["commit"]) for cell in cells if _is_of_another(cell, here["commit"])}):
         commit += f" (\\*: {', '.join(others)})"
     versions = {"torch": "torch", "CUDA": "cuda", "transformers": "transformers", "Triton": "triton"}
     named = [f"{name} {here[key]}" for name, key in versions.items() if here[key]]
     return f"{device}, {here['cores']} cores of {here['processor']}. Commit {commit}, {', '.join(named)}."
+
+
+def _short_commit(commit: str | None) -> str:
+    return (commit or "unknown")[:12]
 
 
 def summary(results: dict[str, Any], batches: Sequence[int] = (), forms: Sequence[str] = FORMS) -> str:
