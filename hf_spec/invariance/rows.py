@@ -131,7 +131,7 @@ def in_sizes(function: Function, states: Tensor, sizes: tuple[int, ...]) -> Tens
     """Return ``function(states)``, (..., outputs), of ``states`` (..., inputs), called with ``sizes`` of rows only."""
     shape = states.shape
     rows = states if len(shape) == 2 else states.reshape(-1, shape[-1])
-    if rows.shape[0] in sizes and not rows.data_ptr() % ALIGNMENT:  # each layer comes here in most forwards
+    if rows.shape[0] in sizes and _lie_as_tried(rows):  # each layer comes here in most forwards
         result = function(rows)
     elif not shape.numel():
         return function(states)
@@ -148,11 +148,16 @@ def one_by_one(function: Function, states: Tensor, sizes: tuple[int, ...]) -> Te
 def all_in_sizes(function: Functions, states: Tensor, sizes: tuple[int, ...]) -> tuple[Tensor, ...]:
     """Do as ``in_sizes`` for a ``function`` with several results, (rows, outputs) each."""
     rows = states.reshape(-1, states.shape[-1])
-    if rows.data_ptr() % ALIGNMENT:
-        rows = rows.clone()
+    if not _lie_as_tried(rows):
+        rows = rows.clone(memory_format=torch.contiguous_format)
     count, most = len(rows), sizes[-1]
     parts = [_padded(function, rows[first : first + most], sizes) for first in range(0, count, most)]
     return parts[0] if len(parts) == 1 else tuple(map(torch.cat, zip(*parts, strict=True)))
+
+
+def _lie_as_tried(rows: Tensor) -> bool:
+    """Tell whether ``rows`` lie in memory as in trials: some kernels compute parts of a wider tensor otherwise."""
+    return not rows.data_ptr() % ALIGNMENT and rows.is_contiguous()
 
 
 def _padded(function: Functions, rows: Tensor, sizes: tuple[int, ...]) -> tuple[Tensor, ...]:
