@@ -14,7 +14,7 @@ The parts are put together by the logarithms of their sums, in float32. Keys tha
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
@@ -35,6 +35,7 @@ from .columns import (
     late_places,
     register_mask,
 )
+from .known import settings_of_torch
 from .rows import agreeing
 
 # Numbers of queries that are tried. For more queries the kernel of CPUs looks at how many there are of
@@ -226,7 +227,7 @@ def tiling_of(shape: Shape, device: torch.device, places: int) -> Tiling:
 
     Errors: an ``ExplainedError`` where a node's bits depend on the others in any shape.
     """
-    tiling = _tried(shape, device, places, torch.get_num_threads())
+    tiling = _tried(shape, device, places, settings_of_torch())
     if tiling is None:
         key_heads, group, width, dtype, _ = shape
         raise ExplainedError(
@@ -237,7 +238,7 @@ def tiling_of(shape: Shape, device: torch.device, places: int) -> Tiling:
 
 @functools.lru_cache(maxsize=256)
 @torch.no_grad()
-def _tried(shape: Shape, device: torch.device, places: int, threads: int) -> Tiling | None:
+def _tried(shape: Shape, device: torch.device, places: int, settings: Hashable) -> Tiling | None:
     """Try in which shapes a query's bits depend on nothing else, with late keys and with few and many early ones."""
     late = late_places(places)
     trials = [_Trial(shape, device, count) for count in (late, places, MANY)]

@@ -86,17 +86,20 @@ def _is_plain(tensor: Tensor) -> bool:
     return type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
 
 
-def settings_of_torch() -> Hashable:
+def settings_of_torch() -> tuple[Hashable, ...]:
     """Return the settings of torch by which it chooses kernels."""
+    autocast = torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda")
+    return torch.get_num_threads(), *autocast, *settings_without_errors()
+
+
+def settings_without_errors() -> tuple[Hashable, ...]:
+    """Return the settings that no forward in the mode looks at: for other threads and autocast it raises errors."""
     cuda = torch.backends.cuda.matmul
     return (
-        torch.get_num_threads(),
         cuda.fp32_precision,  # the getters of torch's older settings fail once a newer one is set
         cast(Any, torch.backends.mkldnn).matmul.fp32_precision,
         torch.are_deterministic_algorithms_enabled(),
         torch.backends.mkldnn.enabled,
-        torch.is_autocast_enabled("cpu"),
-        torch.is_autocast_enabled("cuda"),
         cuda.allow_fp16_reduced_precision_reduction,
         cuda.allow_bf16_reduced_precision_reduction,
         tuple(nn.modules.module._global_forward_hooks),

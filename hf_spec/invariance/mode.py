@@ -32,7 +32,7 @@ from ..scoring.trials import ExplainedError, in_a_trial, in_short
 from .attention import KERNELS, Shape, attention, register_attention, tiling_of
 from .check import check_bits, check_close, logits_at_once
 from .columns import NAME, PLACES, SHORT
-from .known import State, address, settings_of_torch
+from .known import State, address, settings_of_torch, settings_without_errors
 from .mixtures import is_mixture, mixture_in_sizes, one_way_of_experts, way_of_experts
 from .own_attention import attend_by_ours, multiplies_rows, without_bias
 from .rows import ALIGNMENT, SIZES, agreeing_sizes, cancelling, in_sizes, one_by_one, sizes_on, with_float32
@@ -75,7 +75,7 @@ class Invariance(contextlib.AbstractContextManager["Invariance"]):
     products: Counter[tuple[int, ...]] = field(default_factory=Counter)
     mixtures: Counter[tuple[int, ...]] = field(default_factory=Counter)
     _undo: list[Undo] = field(default_factory=list, repr=False)
-    _adapters: Hashable = ()
+    _conditions: Hashable = ()
     # All that have opened the mode and not closed it. One that was dropped without closing holds up nobody.
     _open: WeakSet[Invariance] = field(default_factory=WeakSet, repr=False)
 
@@ -161,7 +161,7 @@ def _begin(mode: Invariance, model: Any) -> None:
     try:  # also around the refusals: a mode that is renewed is on
         _refuse(model)
         register_attention()
-        state, mode._adapters = State(model), active_adapters(model)
+        state, mode._conditions = State(model), _conditions(model)
         known, sizes = _found.get(model, (None, {}))
         if state == known:
             _change(mode, model)
@@ -196,8 +196,13 @@ def _logits_outside(model: Any) -> Tensor:
         raise ValueError(f"{name} cannot be made invariant: a forward of it fails ({in_short(error)}).") from error
 
 
+def _conditions(model: Any) -> Hashable:
+    """Return what calls of a model in the mode may meet changed, and each of its forwards would be slow to look at."""
+    return active_adapters(model), input_device(model), is_compiled(model), settings_without_errors()
+
+
 def renew_invariance(model: Any) -> None:
-    """Try and compare anew what ``model`` computes if it is in the mode and its PEFT adapters have changed since.
+    """Try and compare anew what ``model`` computes if it is in the mode and its ``_conditions`` have changed since.
 
     Errors: those of ``invariant``; the mode has then ended.
     """
@@ -205,7 +210,7 @@ def renew_invariance(model: Any) -> None:
         return
     network = base_model(model)
     with _lock:
-        if mode._adapters != active_adapters(network):
+        if mode._conditions != _conditions(network):
             mode._restore()
             mode.products.clear()
             mode.mixtures.clear()

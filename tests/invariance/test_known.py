@@ -94,6 +94,39 @@ def test_what_changed_is_compared_anew_and_what_did_not_is_remembered(monkeypatc
         torch.backends.cuda.matmul.fp32_precision = "none"
 
 
+def test_settings_that_change_in_the_mode_are_tried_and_compared_before_the_next_call(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, calls, check = small(), [], mode.check_bits
+    monkeypatch.setattr(mode, "check_bits", lambda model: calls.append(check(model)))
+    monkeypatch.setattr(mode, "_logits_outside", lambda model: None)
+    attention._tried.cache_clear()
+    products = torch.backends.cuda.matmul
+    try:
+        with hf_spec.invariant(model):
+            tried = attention._tried.cache_info().misses
+            products.fp32_precision = "tf32"
+            for _ in range(2):  # and not again
+                model.generate(**prompts(1), max_new_tokens=1)
+                assert len(calls) == 2 and attention._tried.cache_info().misses == 2 * tried
+    finally:
+        products.fp32_precision = "none"
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [(lambda model: model.to("meta"), "offloaded: meta"), (lambda model: model.compile(), "it is compiled")],
+    ids=["moved", "compiled"],
+)
+def test_a_model_that_is_moved_or_compiled_in_the_mode_ends_it(change: Callable[[Any], object], reason: str) -> None:
+    model = small()
+    with hf_spec.invariant(model):
+        change(model)
+        with pytest.raises(ValueError, match=reason):
+            model.generate(**prompts(1), max_new_tokens=1)
+        assert not mode.is_invariant(model)
+
+
 def test_a_hook_that_looks_at_all_rows_is_found_though_the_model_was_compared_before() -> None:
     model = small()
     hf_spec.invariant(model).close()
