@@ -8,7 +8,7 @@ import inspect
 import threading
 import time
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from itertools import repeat
 from operator import attrgetter
 from typing import Any, TypeVar, cast
@@ -22,7 +22,9 @@ from transformers.utils import logging
 
 from ..packing.graphs import packed_in_graphs
 from ..packing.weight import PackedWeight
+from .adapters import adapted_layers
 from .attention import folding_in_graphs
+from .changes import foreign_hooks
 from .kept import NEW_MEMORY, KeptBuffers, buffers_of
 from .modules import modules_of
 
@@ -38,7 +40,7 @@ logger = logging.get_logger(__name__)
 
 taking_turns = threading.Lock()  # a compiled forward runs the hooks that any thread has put on the model
 _failed: WeakSet[Any] = WeakSet()  # drafts and rules that could not be compiled
-_compiled: list[tuple[Callable[..., Any], dict[str, Any], tuple[int, ...], Callable[..., Any]]] = []
+_compiled: list[tuple[Callable[..., Any], dict[str, Any], tuple[Hashable, ...], Callable[..., Any]]] = []
 
 
 def lasting(tensor: Tensor) -> Tensor:
@@ -144,12 +146,14 @@ def compiled_model(model: Any, config: CompileConfig, watched: Sequence[int]) ->
 
     Torch allows eight graphs per model, then refuses or runs eagerly. Ours would leave none to plain ``generate``,
     which has one for each size of a static cache. A graph keeps the hooks that it was compiled with, and torch does
-    not notice other hooks. So each set of ``watched`` layers has graphs of its own.
+    not notice further ones. So each set of ``watched`` layers, of hooks of others, and of adapters per row, has graphs
+    of its own.
     """
     if model.get_compiled_call(config) == model.__call__:
         return cast(Callable[..., Any], model.__call__)  # transformers does not compile this architecture
     options = config.to_dict() | FIXED_SHAPES | {"isolate_recompiles": True}
-    compiled = _compiled_with(nn.Module.__call__, options, tuple(watched), _sharing_packed_weights(model))
+    hooks = (*watched, *foreign_hooks(model), len(adapted_layers(model)))
+    compiled = _compiled_with(nn.Module.__call__, options, hooks, _sharing_packed_weights(model))
     return functools.partial(compiled, model)
 
 
@@ -174,17 +178,17 @@ def _knowing(modules: tuple[nn.Module, ...], function: Callable[..., T], *args: 
 def _compiled_with(
     function: Callable[..., Any],
     options: dict[str, Any],
-    watched: tuple[int, ...] = (),
+    hooks: tuple[Hashable, ...] = (),
     sharing: tuple[nn.Module, ...] = (),
 ) -> Callable[..., Any]:
     """Return ``function`` compiled, the same one for the same arguments; see ``_knowing`` for ``sharing``."""
     if sharing:
-        return functools.partial(_compiled_with(_knowing, options, watched), sharing, function)
-    for known, its_options, its_watched, compiled in _compiled:
-        if known is function and its_options == options and its_watched == watched:
+        return functools.partial(_compiled_with(_knowing, options, hooks), sharing, function)
+    for known, its_options, its_hooks, compiled in _compiled:
+        if known is function and its_options == options and its_hooks == hooks:
             return compiled
     compiled = _torch_compile(function, options)
-    _compiled.append((function, options, watched, compiled))
+    _compiled.append((function, options, hooks, compiled))
     return compiled
 
 

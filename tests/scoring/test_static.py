@@ -22,6 +22,7 @@ import transformers
 from architectures import CORE, USUAL, build, prompts
 from groups import environment
 from pairs import each_value, usual
+from peft import LoraConfig, get_peft_model
 from test_exactness import BATCHES, CHAIN, NEW_TOKENS, NO_TREES, TREE, flawed, noisy_copy
 from test_inputs import tiny
 from torch import Tensor, fx
@@ -655,6 +656,20 @@ def test_prompts_in_chunks_may_be_graphs(monkeypatch: pytest.MonkeyPatch) -> Non
     draft = new_draft(Eagle3SpeculatorConfig.for_target(model.config), model).eval()
     for options in ({}, {"speculator": "ngram"}, {"speculator": draft}):
         assert torch.equal(model.generate(ids, max_new_tokens=8, **chunks, **options), text)
+
+
+def test_hooks_and_adapters_of_rows_that_come_later_are_in_a_graph() -> None:
+    model, given = build("llama", num_hidden_layers=1), prompts(2)
+    adapter = LoraConfig(target_modules=["q_proj"], init_lora_weights=False)
+    peft = get_peft_model(model, adapter, adapter_name="one").eval()
+    options = {"cache_implementation": "static", "compile_config": on_any_device(), "num_speculative_tokens": 3}
+    for names in (None, ["one", "__base__"], ["__base__", "one"], "steered"):
+        if names == "steered":
+            names = None
+            model.model.layers[0].register_forward_hook(lambda module, args, states: states.roll(1, -1))
+        given |= {"do_sample": False, "max_new_tokens": 8, "adapter_names": names}
+        text = peft.generate(**given)
+        assert torch.equal(peft.generate(**given, speculator=Oracle(text), **options), text)
 
 
 def test_drafts_that_watch_other_layers_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
