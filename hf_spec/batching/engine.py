@@ -208,6 +208,12 @@ class _Processor(ContinuousBatchProcessor):
         self.speculation.learn_ended()
         return ready
 
+    def _handle_request_error(self, error: Exception, state: RequestState) -> None:
+        """Fail a request, and the further answers to its prompt: nobody has begun them, but callers wait for them."""
+        super()._handle_request_error(error, state)
+        for number in range(state.num_children):
+            self.output_router.fail_and_deliver(state.fork(f"{state.request_id}__child#{number}"), error)
+
     @torch.no_grad()
     def _generation_step(self, model: nn.Module) -> None:
         if invariance_of(model) is not self.invariance:

@@ -16,9 +16,14 @@ import torch
 from transformers.generation.continuous_batching.input_outputs import ContinuousBatchingIOs
 from transformers.generation.continuous_batching.requests import FutureRequestState, RequestState, RequestStatus
 from transformers.generation.continuous_batching.scheduler import FIFOScheduler, PrefillFirstScheduler, Scheduler
+from transformers.utils import logging
 
 from ..device_tensors import cached_arange
+from ..scoring.plain import space_after
 from ..versions import stream_context
+from .sizes import longest_text
+
+logger = logging.get_logger(__name__)
 
 
 class SpeculativeScheduler(Scheduler):
@@ -29,12 +34,30 @@ class SpeculativeScheduler(Scheduler):
 
     plain_batch: Sequence[FutureRequestState] = ()
 
+    def add_waiting_request(self, state: RequestState) -> None:
+        """Add a request as transformers does, and end its text where the paged cache does.
+
+        A request without space would end the engine, and all others with it. Errors: a ValueError, which fails the
+        request alone, if there is no space for one new token.
+        """
+        more = ", or set num_blocks of a ContinuousBatchingConfig"
+        left = space_after(len(state.initial_tokens), longest_text(self.cache), "the paged cache has room", more)
+        if left < state._new_tokens_limit:
+            if state.max_new_tokens is not None and not state._true_initial_tokens:  # else it was said before
+                logger.warning(
+                    f"The paged cache has room for {left} of the {state.max_new_tokens} new tokens of request "
+                    f"{state.request_id}, and its text ends there{more}."
+                )
+            state._new_tokens_limit = left
+        super().add_waiting_request(state)
+
     def schedule_batch(
         self, token_budget: int, cache_budget: int
     ) -> tuple[list[FutureRequestState] | None, bool, int, int]:
         batch, self.plain_batch = SameBatch(self.plain_batch), ()
         read = sum(future.state.position_offset for future in batch)
         if batch and read <= cache_budget and self._has_same(batch) and self._has_space(batch):
+            self.starved_requests = []  # those of an earlier batch, which may be cancelled by now
             return batch, False, len(batch), read
         return super().schedule_batch(token_budget, cache_budget)  # type: ignore[safe-super]
 

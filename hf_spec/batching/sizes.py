@@ -9,6 +9,7 @@ import bisect
 import contextlib
 import copy
 import math
+import sys
 from typing import Any
 
 import torch
@@ -85,7 +86,8 @@ def _tokens(config: ContinuousBatchingConfig) -> int:
 def longest_text(cache: Any) -> int:
     """Return how many tokens of one text the paged ``cache`` of an engine has room for.
 
-    All kinds of layers take memory from the same sectors, so full attention cannot have every one of them.
+    All kinds of layers take memory from the same sectors, so full attention cannot have every one of them. Without
+    full attention, a text may be of any length once its windows have room.
     """
 
     def is_too_long(tokens: int) -> bool:
@@ -93,7 +95,8 @@ def longest_text(cache: Any) -> int:
         sectors = (math.ceil(one.needs_new_blocks("", 0, tokens) / one.blocks_per_sector) for one in kinds)
         return bool(sum(sectors) > cache.num_sectors)
 
-    return bisect.bisect_left(range(1, cache.max_tokens_read + 1), True, key=is_too_long)
+    most = sys.maxsize if cache.read_cache_limit is not None else cache.max_tokens_read + 1
+    return bisect.bisect_left(range(1, most), True, key=is_too_long)
 
 
 def _longest(model: Any, hints: WorkloadHints | None) -> float:

@@ -31,6 +31,7 @@ from hf_spec import (
 )
 from hf_spec.batching.drafting import join_proposals, split_proposal
 from hf_spec.batching.engine import SpeculativeManager
+from hf_spec.batching.sizes import longest_text
 from hf_spec.drafts.ngram.history_file import SavedHistory
 from hf_spec.drafts.ngram.hybrid import with_chains
 from hf_spec.sampling import is_seeded
@@ -177,6 +178,27 @@ def test_a_bad_prompt_of_one_client_ends_no_text_of_another(bad: Any) -> None:
         manager.add_request(torch.tensor(PROMPT_LIST[0]), "again")
         found = {(output := manager.get_result(timeout=60)).request_id: output.generated_tokens for _ in range(2)}
     assert found == {"one": text, "again": text}
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3_text", "mistral"])
+def test_a_request_without_space_ends_no_text_of_another(name: str) -> None:
+    """A prompt without space fails alone; a text ends where the cache does, unless it needs no more than windows."""
+    model, short, long = build(name), [*range(10, 20)], [*range(10, 90)]
+    (text,) = plain_texts(model, [short], greedy(max_new_tokens=80, eos_token_id=None))
+    asked = {"long": (long, 1), "short": (short, 80)} | ({} if name == "mistral" else {"without end": (short, None)})
+    engine = batching(2, page_size=4, num_blocks=12)
+    given = {"continuous_batching_config": engine, "warmup": False, "speculator": "ngram"}
+    with model.continuous_batching_context_manager(greedy(max_new_tokens=None, eos_token_id=-1), **given) as manager:
+        for request, (prompt, new) in asked.items():
+            manager.add_request(prompt, request, max_new_tokens=new)
+        found = {(output := manager.get_result(timeout=60)).request_id: output for _ in asked}
+        room = longest_text(manager.batch_processor.cache)
+    failed = found.pop("long").error
+    assert failed is None if name == "mistral" else f"80 tokens, and the paged cache has room for {room};" in failed
+    assert all(output.generated_tokens == text[: room - len(short)] for output in found.values())
+    if name == "llama":  # generate_batch waits for every answer to a prompt
+        outputs = model.generate_batch([short, long], greedy(num_return_sequences=2, do_sample=True, top_k=1), **given)
+        assert [output.error is None for output in outputs.values()] == [True, True, False, False]
 
 
 def test_a_stream_is_told_every_step() -> None:

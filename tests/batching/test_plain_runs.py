@@ -57,9 +57,12 @@ def repeated(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """Compare each batch that follows from the last one with the one that transformers makes; count both kinds."""
     counts: Counter[str] = Counter()
     schedule, prepare = SpeculativeScheduler.schedule_batch, SpeculativeIOs.prepare_batch_tensors
+    earlier = None, 1  # of a batch that is over
 
     def scheduled(self: Any, tokens: int, keys: int) -> Any:
+        self.starved_requests = [earlier]
         found = schedule(self, tokens, keys)
+        assert earlier not in self.starved_requests
         if isinstance(found[0], SameBatch):
             theirs = next(kind for kind in (FIFOScheduler, PrefillFirstScheduler) if isinstance(self, kind))
             expected = theirs.schedule_batch(self, tokens, keys)
