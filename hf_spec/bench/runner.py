@@ -116,7 +116,9 @@ def run_bench(
     methods = _methods(target, contenders, settings)
     said = asdict(settings) | {"contenders": {one.name: one.config and asdict(one.config) for one in contenders}}
     environment = _environment(target)
-    weights = {"target": digest_of(target)} | {one.name: digest_of(one.speculator) for one in contenders}
+    weights = {"target": digest_of(target)}
+    names = {one.name for one in contenders}  # of drafts that are read by now, if they were given by a path
+    weights |= {one.name: digest_of(one.options["speculator"]) for one in methods if one.name in names}
     made_from = {"settings": said, "environment": environment, "prompts": _digest(prompts), "weights": weights}
     log = RoundLog(rounds_file, made_from)
     by_category: dict[str, list[Round]] = {}

@@ -474,6 +474,12 @@ def test_rounds_of_other_weights_are_refused(target, twin, tokenizer, tmp_path):
         next(other.parameters()).mul_(2)
     with pytest.raises(ValueError, match=r"with other settings \(the weights of draft differ\)"):
         run_bench(target, tokenizer, [STORY], [Contender("draft", other, CHAIN)], settings, rounds_file=file)
+    other.save_pretrained(tmp_path / "other")
+    named = [Contender("draft", str(tmp_path / "other"), CHAIN)]
+    with pytest.raises(ValueError, match=r"with other settings \(the weights of draft differ\)"):
+        run_bench(target, tokenizer, [STORY], named, settings, rounds_file=file)
+    twin.save_pretrained(tmp_path / "other")
+    run_bench(target, tokenizer, [STORY], named, settings, rounds_file=file)
     shorter = [Contender("draft", twin, CHAIN.merge(num_speculative_tokens=1))]
     with pytest.raises(ValueError, match=r"\(draft: num_speculative_tokens was \d, not 1\)"):
         run_bench(target, tokenizer, [STORY], shorter, settings, rounds_file=file)
