@@ -176,19 +176,22 @@ class _Text:
 
     def start(self, pass_on: Any, streaming: bool) -> None:
         """Hand the request to the engine; ``pass_on(output, ended)`` is called in the server's loop."""
-        self.manager.meter.prompt_tokens.inc(len(self.prompt))
         self.engine.register_result_handler(self.request_id, lambda output: self._take(output, pass_on))
-        added = self.engine.add_request(
-            self.prompt,
-            request_id=self.request_id,
-            streaming=streaming,
-            max_new_tokens=self.config.max_new_tokens,
-            eos_token_id=self.config.eos_token_id,
-            **self.settings,
-        )
-        if added is None:
+        try:
+            added = self.engine.add_request(
+                self.prompt,
+                request_id=self.request_id,
+                streaming=streaming,
+                max_new_tokens=self.config.max_new_tokens,
+                eos_token_id=self.config.eos_token_id,
+                **self.settings,
+            )
+            if added is None:
+                raise CBWorkerDeadError("the server is being stopped")
+        except BaseException:
             self._forget()
-            raise CBWorkerDeadError("the server is being stopped")
+            raise
+        self.manager.meter.prompt_tokens.inc(len(self.prompt))
 
     def cancel(self) -> None:
         """Let the engine drop the request."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import functools
 import json
 import runpy
@@ -380,6 +381,19 @@ async def _two_at_once(stream):
         assert len(tokens) == 6 and text
     finally:
         manager.stop()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_nothing_is_left_of_a_prompt_that_the_engine_refuses(batched, stream, monkeypatch):
+    """The tokenizer has a token that the model does not know."""
+    [loaded] = batched.server._model_manager.loaded_models.values()
+    monkeypatch.setattr(loaded, "processor", copy.deepcopy(loaded.processor))
+    loaded.processor.add_tokens(["<other>"])
+    before = batched.metrics()["prompt_tokens_total"]
+    with pytest.raises(APIError, match="the prompt has token 2048, but the model knows 2048"):
+        batched.complete("<other>", 5, stream)
+    assert batched.metrics()["prompt_tokens_total"] == before
+    until(batched.is_idle, 9)
 
 
 def test_each_request_of_a_batch_has_its_own_settings(batched):
