@@ -47,9 +47,10 @@ def answer_file(args: argparse.Namespace) -> None:
     if args.chat:
         refuse_without_template(tokenizer, args.model, "leave --chat out")
     speculator, processes = speculators[args.speculator], Processes(state)
+    of_target = fingerprint(target)  # of packed weights it would copy the values
     pack_models(args, target, speculator)
     options = {"max_new_tokens": args.max_new_tokens, **sampling(args.temperature)}
-    made_from = {**fingerprint(target), "tokenizer": tokenizer_digest(tokenizer), "chat": args.chat}
+    made_from = {**of_target, "tokenizer": tokenizer_digest(tokenizer), "chat": args.chat}
     made_from |= computing(target, args.no_pack)
     answers = AnswerFile(args.out, made_from | {"seed": args.seed} | generation_settings(target, options))
     processes.by_the_first(answers.prepare)

@@ -369,6 +369,8 @@ def _answer(cls: type[PackedWeight], func: Any, args: Any, kwargs: Any) -> Any:
         return NotImplemented
     if func in _ASKING:
         return _untouched(func, *args, **kwargs)
+    if func is Tensor.__getitem__ and (row := _row(own, args[1])) is not None:
+        return row
     if func is Tensor.__repr__:  # a look at a model must not slow it down
         return repr(own._copy())
     if func is Tensor.to and not kwargs and all(_changes_nothing(one, own) for one in args[1:]):
@@ -381,6 +383,19 @@ def _answer(cls: type[PackedWeight], func: Any, args: Any, kwargs: Any) -> Any:
         if func == Tensor.data.__set__:  # type: ignore[attr-defined]
             return None
     return NotImplemented
+
+
+def _row(own: PackedWeight, index: Any) -> Tensor | None:
+    """Copy the row ``own[index]``, for which Gemma 4 asks in every forward; ``None`` for any other index.
+
+    Torch lets nobody change an inference tensor: a change of the copy would be lost.
+    """
+    number = index[0] if isinstance(index, tuple) and len(index) == 2 and index[1] == slice(None) else index
+    is_row = type(number) is int and -len(own) <= number < len(own)
+    if not is_row or own._storage.rows is None or torch.is_grad_enabled() or _is_recorded(own):
+        return None
+    with torch.inference_mode():
+        return own._storage.rows_of(torch.tensor(number % len(own)))
 
 
 def _untouched(func: Any, *args: Any, **kwargs: Any) -> Any:

@@ -182,10 +182,10 @@ class CompiledForward:
     def __call__(self, inputs: dict[str, Any]) -> Any:
         """Return the outputs of a forward; it runs eagerly, after one warning, if it cannot be compiled."""
         inputs = {**inputs, "return_dict": True}
-        masks = {**inputs, "attention_mask": self._mask(inputs)}
-        if reason := self._why_masks_differ(inputs, masks):
-            return self._give_up(reason, inputs)
         try:
+            masks = {**inputs, "attention_mask": self._mask(inputs)}
+            if reason := self._why_masks_differ(inputs, masks):
+                return self._give_up(reason, inputs)
             return self._run(masks)
         except torch.OutOfMemoryError:  # in this call: a smaller one may have room for its graphs
             self.is_too_large = True

@@ -535,6 +535,12 @@ def test_what_is_asked_about_a_weight_is_answered_without_undoing(packed: Any) -
     assert packed.num_parameters() == twin.num_parameters() and packed.dtype == torch.float32
     assert packed.get_memory_footprint() == twin.get_memory_footprint() and packed.device.type == "cpu"
     assert repr(packed.lm_head.weight) == repr(twin.lm_head.weight)
+    with torch.no_grad():  # as Gemma 4 in every forward
+        for index in (3, (-1, slice(None))):
+            row = packed.lm_head.weight[index]
+            assert torch.equal(row, twin.lm_head.weight[index]) and torch.equal(row.view(1, -1) + 0, row[None])
+        with pytest.raises(RuntimeError, match="inference tensor"):
+            row.zero_()
     packed.requires_grad_(False)
     packed.to("cpu")
     packed.to(torch.float32)
