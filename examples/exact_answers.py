@@ -27,7 +27,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 sys.path.insert(0, str(Path(__file__).parent))
-from engine_speed import machine  # the folder is no package
+from engine_speed import SAME, machine  # the folder is no package
 
 import hf_spec
 from hf_spec import EarlyExitSpeculator, HybridSpeculator, NgramSpeculator, SpeculationConfig
@@ -116,11 +116,15 @@ def measure(args: argparse.Namespace) -> None:
     """Add the rounds that are missing to the file."""
     settings = {"target": Path(args.target).name, "dtype": args.dtype, "new_tokens": args.new_tokens}
     settings |= {"packed": args.packed, "threads": torch.get_num_threads()}
-    content: dict[str, Any] = {"made_from": machine(), "settings": settings, "rounds": {mode: [] for mode in MODES}}
+    here = machine()
+    content: dict[str, Any] = {"made_from": here, "settings": settings, "rounds": {mode: [] for mode in MODES}}
     if args.json.exists():
         content = json.loads(args.json.read_text(encoding="utf-8"))
         if content["settings"] != settings:
             raise SystemExit(f"{args.json} has other settings: {content['settings']}; name another file")
+        before = content["made_from"]
+        if other := [f"{name} {before.get(name)}" for name in SAME if name in here and before.get(name) != here[name]]:
+            raise SystemExit(f"{args.json} was made with {', '.join(other)}; name another file")
     target: Any = AutoModelForCausalLM.from_pretrained(args.target, dtype=getattr(torch, args.dtype)).eval()
     tokenizer = AutoTokenizer.from_pretrained(args.target)
     prompts = sorted((one.render([], tokenizer) for one in read_prompts(args.prompts)), key=len)

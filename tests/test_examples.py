@@ -358,6 +358,10 @@ def test_answers_that_depend_on_the_draft_or_the_batch_are_counted(
     assert "4 answers in the mode and 3 outside" in capsys.readouterr().out
     with pytest.raises(SystemExit, match="has other settings"):
         run("--dtype", "float32")
+    content = json.loads(file.read_text(encoding="utf-8"))
+    file.write_text(json.dumps(content | {"made_from": content["made_from"] | {"torch": "1.0"}}))
+    with pytest.raises(SystemExit, match=r"was made with torch 1\.0; name another file"):
+        run("--answers", "4")
     target = AutoModelForCausalLM.from_pretrained(tmp_path / "target")
     other = LogitsProcessorList([lambda ids, scores: -scores])
     ways = {"plain": {"speculator": False}, "other": {"speculator": False, "logits_processor": other}}
