@@ -18,6 +18,7 @@ from ..invariance.mode import invariance_of, renew_invariance, with_other_attent
 from ..sampling import is_seeded
 from ..scoring.adapters import active_adapters
 from ..settings import SpeculationConfig
+from ..versions import CONTINUOUS_BATCHING, older_than
 from .engine import SpeculativeManager
 from .refusals import refuse_batch, switch_off
 from .sizes import AT_ONCE, holds_half, holds_longest, sized
@@ -176,9 +177,11 @@ def refuse_while_engine_decodes(model: PreTrainedModel) -> None:
         thread, processor = manager._generation_thread, manager.batch_processor
         if thread is None or not thread.is_alive() or thread is threading.current_thread():
             continue
+        if older_than(CONTINUOUS_BATCHING) is None and manager.background_thread_status.is_pause_requested(local=True):
+            continue  # this thread has paused it, to use the model
         if manager.input_queue.qsize() or (processor is not None and processor.has_pending_requests()):
             raise Refusal(
                 f"Cannot decode speculatively: an engine of continuous batching is decoding with this "
                 f"{type(model).__name__} in another thread, and while it does, other forwards are wrong, plain ones "
-                "too; give the engine these prompts, or wait until it has finished."
+                "too; give the engine these prompts, wait until it has finished, or call inside manager.pause()."
             )

@@ -475,6 +475,8 @@ def test_other_calls_wait_until_an_engine_is_done(model: PreTrainedModel) -> Non
         manager.add_request(PROMPT_LIST[1], "other", max_new_tokens=400)
         with pytest.raises(ValueError, match="an engine of continuous batching is decoding with this Llama"):
             model.generate(ids, **call, speculator="ngram")
+        with manager.pause():
+            assert torch.equal(model.generate(ids, **call, speculator="ngram"), expected)
         manager.cancel_request("other")
     assert torch.equal(model.generate(ids, **call, speculator="ngram"), expected)
 
