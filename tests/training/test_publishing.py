@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from architectures import build
 from groups import environment
 from hub import running
 from huggingface_hub import ModelCard
@@ -27,7 +28,7 @@ from hf_spec.drafts.modeling import DraftModel
 from hf_spec.drafts.peagle.modeling import PEagleDraftModel
 from hf_spec.scoring.adapters import base_model
 from hf_spec.training import DraftTrainer, new_draft, recipe
-from hf_spec.training.card import adapter_of, is_chat
+from hf_spec.training.card import adapter_of, is_chat, model_card
 from hf_spec.training.checks import name_target, serving_warnings
 
 peft = pytest.importorskip("peft")
@@ -284,6 +285,12 @@ def test_a_card_names_the_repository_that_was_made(tmp_path: Path) -> None:
     trainer.hub_model_id = "me/made"  # as Trainer does
     trainer.create_model_card()
     assert 'from_pretrained("me/made")' in (tmp_path / "README.md").read_text(encoding="utf-8")
+
+
+def test_a_card_loads_a_target_that_reads_images(tmp_path: Path) -> None:
+    target = build("vl:llava")
+    card = model_card(medusa(target), target, arguments(tmp_path), 0, [])
+    assert 'target = AutoModelForImageTextToText.from_pretrained("the-target")' in card
 
 
 def test_vllm_is_told_that_peagle_drafts_in_parallel() -> None:
