@@ -472,10 +472,12 @@ def test_other_calls_wait_until_an_engine_is_done(model: PreTrainedModel) -> Non
     config = GenerationConfig(max_new_tokens=400, do_sample=False, eos_token_id=-1, pad_token_id=0)
     with model.continuous_batching_context_manager(config, continuous_batching_config=batching(4)) as manager:
         assert torch.equal(model.generate(ids, **call, speculator="ngram"), expected), "it has nothing to do"
-        manager.add_request(PROMPT_LIST[1], "other", max_new_tokens=400)
+        manager.add_request(PROMPT_LIST[1], "other", max_new_tokens=400, streaming=True)
+        assert manager.get_result(timeout=60)
         with pytest.raises(ValueError, match="an engine of continuous batching is decoding with this Llama"):
             model.generate(ids, **call, speculator="ngram")
         with manager.pause():
+            assert manager.batch_processor.has_pending_requests()
             assert torch.equal(model.generate(ids, **call, speculator="ngram"), expected)
         manager.cancel_request("other")
     assert torch.equal(model.generate(ids, **call, speculator="ngram"), expected)
