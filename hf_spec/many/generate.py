@@ -77,7 +77,8 @@ def generate_many(
         engine: what decodes them: ``"generate"``, in batches, or ``"generate_batch"``, transformers' continuous
             batching. There the next prompt takes the place of a finished one; ``continuous_batching_config`` sets it
             up. ``"auto"``: continuous batching on an accelerator, if it supports the model and all options, else
-            batches. The text is the same.
+            batches. The text is the same. Between answers of continuous batching, other forwards of the model are
+            wrong: choose ``"generate"`` if you need some.
         accelerator: distribute the prompts over its processes. All of them call this with the same prompts and read
             all completions. Each has a copy of the model.
         progress: draw a bar, with the tokens that a verification step emits (τ).
