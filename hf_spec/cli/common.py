@@ -73,7 +73,8 @@ def resume_hint(*files: str) -> Callable[[argparse.Namespace], str]:
 
 def add_device_options(add: Any) -> None:
     """Declare where and how models run."""
-    add("--dtype", choices=DTYPES, default="auto", help="of target and draft; auto: as they are stored (%(default)s)")
+    add("--dtype", choices=DTYPES, default="auto", help="of target and draft; auto: the target as it is stored, "
+        "and the draft as the target (%(default)s)")  # fmt: skip
     add("--device", help="cpu, cuda, cuda:1, ..., or auto for all; left out: an accelerator if there is one")
     add("--threads", type=at_least(1), metavar="N", help="of the CPU")
 

@@ -139,12 +139,16 @@ def refuse_without_template(tokenizer: PreTrainedTokenizerBase, target: str, ins
 
 
 def load_speculator(name: str, target: PreTrainedModel, dtype: str) -> Speculator:
-    """Load a draft by its name: a rule, a draft of any format, or else a causal language model."""
+    """Load a draft by its name: a rule, a draft of any format, or else a causal language model.
+
+    With the ``dtype`` "auto" it gets the target's, as in ``generate``: training may have stored it in float32.
+    """
     if name.startswith(WITH_HISTORY):
         return with_history(load_speculator(name.removeprefix(WITH_HISTORY), target, dtype))
     if name in ("ngram", "history", "plain", *OF_TARGET):
         return as_speculator(unloaded(name), target)
-    draft = load_draft(name, target, dtype=dtype)
+    stored = getattr(target.config, "dtype", None)  # of an outline: what its weights will be
+    draft = load_draft(name, target, dtype=stored or dtype if dtype == "auto" else dtype)
     draft = draft if target.device.type == "meta" else draft.to(input_device(target))
     both = None if isinstance(draft, DraftModel) else _other_tokenizers(name, target.name_or_path or "")
     return as_speculator(draft, target) if both is None else with_tokenizers(draft, target, *both)

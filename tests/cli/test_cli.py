@@ -36,6 +36,7 @@ from hf_spec.cli.demo import highlighted
 from hf_spec.cli.loading import load_models, load_speculator, unloaded
 from hf_spec.cli.messages import as_typed, showing_messages
 from hf_spec.cli.training import RECIPE_HELP
+from hf_spec.drafts.base import network_of
 from hf_spec.metrics import RowStats
 from hf_spec.progress import Progress, duration, working
 
@@ -297,6 +298,15 @@ def test_what_a_name_stands_for(name, models):
     memory = found.history if isinstance(found, HybridSpeculator) else found
     assert isinstance(found, HybridSpeculator) is (name != "history") and memory is not None
     assert unloaded("ngram") == "ngram"
+
+
+def test_a_draft_has_the_dtype_of_its_target(models, tmp_path):
+    target = AutoModelForCausalLM.from_pretrained(models["target"], dtype=torch.bfloat16)
+    target.save_pretrained(tmp_path)
+    AutoTokenizer.from_pretrained(models["target"]).save_pretrained(tmp_path)
+    for given, dtype in (("auto", torch.bfloat16), ("float32", torch.float32)):
+        _, _, found = load_models(str(tmp_path), [models["other"]], given, "cpu", lambda draft: [])
+        assert network_of(found[models["other"]]).dtype == dtype  # which is stored in float32
 
 
 def test_bench_searches_trees_and_writes_the_fastest(models, prompts, tmp_path, capsys):
