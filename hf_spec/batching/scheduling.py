@@ -41,7 +41,8 @@ class SpeculativeScheduler(Scheduler):
         request alone, if there is no space for one new token.
         """
         more = ", or set num_blocks of a ContinuousBatchingConfig"
-        left = space_after(len(state.initial_tokens), longest_text(self.cache), "the paged cache has room", more)
+        room = longest_text(self.cache) + 1  # the last token of a text is not stored
+        left = space_after(len(state.initial_tokens), room, "the paged cache, with one new token, has room", more)
         if left < state._new_tokens_limit:
             if state.max_new_tokens is not None and not state._true_initial_tokens:  # else it was said before
                 logger.warning(

@@ -71,6 +71,7 @@ def _convert(args: argparse.Namespace) -> None:
     if place := args.self_contained or (None if args.prompts else args.target):  # prompts have loaded it
         from ..checkpoints.language_models import load_decoder
 
+        given["target"] = None  # one target in memory is enough
         with looking_for(place, "the target"):
             given["target"] = load_decoder(place, dtype="auto")
         given["self_contained"] = bool(args.self_contained)

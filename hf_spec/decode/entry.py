@@ -252,12 +252,9 @@ def is_synced(model: Any, asked: bool | None = None) -> bool:
     """Tell whether transformers would keep processes in step: as asked, else where the model is spread over them."""
     if asked is not None:
         return asked
-    is_alone = not (torch.distributed.is_available() and torch.distributed.is_initialized())
-    if is_alone or torch.distributed.get_world_size() == 1:
-        return False
-    from torch.distributed.fsdp import FSDPModule  # of accelerate's FSDP 2, which transformers does not know
-
-    return is_deepspeed_zero3_enabled() or is_fsdp_managed_module(model) or isinstance(model, FSDPModule)
+    several = torch.distributed.is_available() and torch.distributed.is_initialized()
+    spread = is_deepspeed_zero3_enabled() or is_fsdp_managed_module(model)
+    return several and torch.distributed.get_world_size() > 1 and bool(spread)
 
 
 def _with_stop_strings(model: PreTrainedModel, kwargs: dict[str, Any], tokenizer: Any) -> dict[str, Any]:

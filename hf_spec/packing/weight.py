@@ -390,12 +390,13 @@ def _row(own: PackedWeight, index: Any) -> Tensor | None:
 
     Torch lets nobody change an inference tensor: a change of the copy would be lost.
     """
-    number = index[0] if isinstance(index, tuple) and len(index) == 2 and index[1] == slice(None) else index
+    is_whole = type(index) is tuple and len(index) == 2 and type(index[1]) is slice and index[1] == slice(None)
+    number = index[0] if is_whole else index
     is_row = type(number) is int and -len(own) <= number < len(own)
     if not is_row or own._storage.rows is None or torch.is_grad_enabled() or _is_recorded(own):
         return None
     with torch.inference_mode():
-        return own._storage.rows_of(torch.tensor(number % len(own)))
+        return own._storage.rows_of(torch.tensor(number % len(own), device="cpu"))
 
 
 def _untouched(func: Any, *args: Any, **kwargs: Any) -> Any:

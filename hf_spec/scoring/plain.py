@@ -21,6 +21,7 @@ ROUNDING = {torch.float32: 1e-3, torch.float16: 0.15, torch.bfloat16: 0.25}
 ROUNDING_OF_A_FORWARD = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.1}
 # Settings that name tokens in whose places parts of an image, a video or a sound are read.
 PLACEHOLDERS = {f"{kind}_token_{end}" for kind in ("image", "video", "audio", "vision") for end in ("id", "index")}
+PLACEHOLDERS.add("image_patch_id")  # of Molmo 2
 
 
 def input_device(model: PreTrainedModel) -> torch.device:
@@ -80,7 +81,7 @@ def scored_vocabulary(model: Any) -> int:
 def placeholders(config: PreTrainedConfig) -> set[int]:
     """Return the tokens in whose places parts of an image, a video or a sound are read: no text has them."""
     settings = vars(config)
-    own = {settings[name] for name in settings.keys() & PLACEHOLDERS if settings[name] is not None}
+    own = {token for name in settings.keys() & PLACEHOLDERS if type(token := settings[name]) is int}
     parts = (settings.get(name) for name in config.sub_configs)
     return own.union(*(placeholders(part) for part in parts if isinstance(part, PreTrainedConfig)))
 

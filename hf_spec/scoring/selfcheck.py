@@ -6,7 +6,7 @@ the logits at once, but often not in the tokens for a long time. So logits are c
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -18,6 +18,7 @@ from .adapters import adapter_of_inputs
 from .changes import foreign_hooks
 from .factory import runner_for
 from .graphs import is_compiled
+from .modules import weights_of
 from .names import cache_among
 from .plain import difference, logits_of_ways, precision, prompt_kwargs
 from .prompts import PROMPT_TOKENS, Prompt, tokens_for
@@ -67,11 +68,31 @@ def check_target(model: PreTrainedModel, trees: bool, static: bool = False, prom
         shapes.append("tree")
     with in_evaluation(model):
         for name in shapes:
-            if (reason := _why_apart(model, name, static, prompt)) is not None:
-                raise ValueError(reason)
+            _check_shape(model, name, static, prompt)
 
 
 @tried_once
+def _check_shape(model: PreTrainedModel, name: str, static: bool, prompt: Prompt | None) -> None:
+    text_alone = prompt is None  # images and sources of another call may be read without a difference
+    reason = (
+        _why_not_text(model, name, static, _state(model)) if text_alone else _why_apart(model, name, static, prompt)
+    )
+    if reason is not None:
+        raise ValueError(reason)
+
+
+@tried_once
+def _why_not_text(model: PreTrainedModel, name: str, static: bool, state: Hashable) -> str | None:
+    """Remember what ``_why_apart`` says of text: a default speculator asks in every call. ``state`` may cure it."""
+    return _why_apart(model, name, static, None)
+
+
+def _state(model: PreTrainedModel) -> Hashable:
+    """Return what may cure a difference, besides the way of the forward: device, precision, values of weights."""
+    weights = tuple((id(one), one._version) for one in weights_of(model))
+    return str(model.device), frozenset(_computes_in(model)), torch.get_float32_matmul_precision(), hash(weights)
+
+
 def _why_apart(model: PreTrainedModel, name: str, static: bool, prompt: Prompt | None) -> str | None:
     """Say why ``model`` cannot score a shape, if its scores differ. Errors, which may not come again, are raised."""
     cure = "use a chain (tree=None)" if name == "tree" else "generate without `speculator`"
