@@ -142,10 +142,11 @@ class Speculation:
     @property
     def max_draft_tokens(self) -> int:
         """Return the largest number of draft tokens of a request."""
-        tree = self.config.tree
+        tree, longest = self.config.tree, self.policy.longest
         if tree is None:
-            return self.policy.longest
-        return self.config.num_tree_tokens if isinstance(tree, str) else len(tree_from_paths(tree)[0])
+            return longest
+        nodes = self.config.num_tree_tokens if isinstance(tree, str) else len(tree_from_paths(tree)[0])
+        return nodes + self.speculator.more_nodes(longest)
 
     # -- requests -----------------------------------------------------------------------------------------------------
 

@@ -414,6 +414,10 @@ class Speculator(ABC):
     def drafter(self, request: DraftContext) -> Drafter:
         """Start a drafter for one call."""
 
+    def more_nodes(self, length: int) -> int:
+        """Return how many nodes a proposal of this ``length`` may have beyond the ``tree`` that was asked for."""
+        return 0
+
     @property
     def learns(self) -> bool:
         """Tell whether ``learn`` wants the texts, which are fetched from the device for it alone."""

@@ -243,7 +243,9 @@ class CompiledDrafter(Drafter):
     def __init__(self, inner: StaticDrafter, request: DraftContext, compiler: Compiler) -> None:
         self._inner, self._request, self._compiler = inner, request, compiler
         self._kept = compiler.buffers_of(inner.draft, inner.device)
-        self._depth = min(compiler.depth, inner.deepest)
+        own = request.config.num_speculative_tokens  # of a hybrid's draft less than the history's
+        most = own if isinstance(own, int) and isinstance(request.config.tree, str | None) else compiler.depth
+        self._depth = min(compiler.depth, inner.deepest, most)
         self._open = max_expanded_nodes(request.config, self._depth)
         self._lengths = [request.input_ids.shape[1] + 1] * len(request.input_ids)
         self._row_of_padded: Tensor | None = None  # (batch,); None without padding

@@ -6,6 +6,7 @@ the logits at once, but often not in the tokens for a long time. So logits are c
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
@@ -18,7 +19,6 @@ from .adapters import adapter_of_inputs
 from .changes import foreign_hooks
 from .factory import runner_for
 from .graphs import is_compiled
-from .modules import weights_of
 from .names import cache_among
 from .plain import difference, logits_of_ways, precision, prompt_kwargs
 from .prompts import PROMPT_TOKENS, Prompt, tokens_for
@@ -73,28 +73,22 @@ def check_target(model: PreTrainedModel, trees: bool, static: bool = False, prom
 
 @tried_once
 def _check_shape(model: PreTrainedModel, name: str, static: bool, prompt: Prompt | None) -> None:
-    text_alone = prompt is None  # images and sources of another call may be read without a difference
-    reason = (
-        _why_not_text(model, name, static, _state(model)) if text_alone else _why_apart(model, name, static, prompt)
-    )
+    if prompt is None:
+        reason = _why_not_text(model, name, static, str(model.device), frozenset(_computes_in(model)))
+    else:  # images and sources of another call may be read without a difference
+        reason = _why_apart(model, name, static, prompt)
     if reason is not None:
         raise ValueError(reason)
 
 
 @tried_once
-def _why_not_text(model: PreTrainedModel, name: str, static: bool, state: Hashable) -> str | None:
-    """Remember what ``_why_apart`` says of text: a default speculator asks in every call. ``state`` may cure it."""
+def _why_not_text(model: PreTrainedModel, name: str, static: bool, *way: Hashable) -> str | None:
+    """Remember what ``_why_apart`` says of text: a default speculator asks in every call. Another ``way`` may do."""
     return _why_apart(model, name, static, None)
 
 
-def _state(model: PreTrainedModel) -> Hashable:
-    """Return what may cure a difference, besides the way of the forward: device, precision, values of weights."""
-    weights = tuple((id(one), one._version) for one in weights_of(model))
-    return str(model.device), frozenset(_computes_in(model)), torch.get_float32_matmul_precision(), hash(weights)
-
-
 def _why_apart(model: PreTrainedModel, name: str, static: bool, prompt: Prompt | None) -> str | None:
-    """Say why ``model`` cannot score a shape, if its scores differ. Errors, which may not come again, are raised."""
+    """Say why ``model`` cannot score a shape, if its scores differ. What may not come again is raised."""
     cure = "use a chain (tree=None)" if name == "tree" else "generate without `speculator`"
     if static:
         cure += ", or leave the cache dynamic"
@@ -117,12 +111,15 @@ def _why_apart(model: PreTrainedModel, name: str, static: bool, prompt: Prompt |
         if is_compiled(model):
             cure += ", or without torch.compile as one graph (fullgraph=True) around the model, which knows no blocks"
         raise ValueError(f"{_why_not_scored(model, name, static, prompt, error)}; {cure}.") from error
-    if apart <= most:  # nan is refused too
+    if apart <= most:
         return None
-    return (
+    reason = (
         f"{type(model).__name__} scores a {name} of draft tokens differently from single steps "
         f"(by {apart:.2g} of its logits' spread), so the text would not be plain generate's; {cure}."
     )
+    if math.isnan(apart):  # of these weights, and others may be loaded
+        raise ValueError(reason)
+    return reason
 
 
 def _is_quantized(model: PreTrainedModel) -> bool:

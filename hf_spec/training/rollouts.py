@@ -176,6 +176,9 @@ class _Recording(Speculator):
     def defaults(self) -> SpeculationConfig:
         return self.inner.defaults()
 
+    def more_nodes(self, length: int) -> int:
+        return self.inner.more_nodes(length)
+
     def drafter(self, request: DraftContext) -> Drafter:
         return self.inner.drafter(request)
 

@@ -396,6 +396,7 @@ class DraftTrainer(Trainer):
         if self.model is not None:
             check_draft(checkpoint, self.draft, self.accelerator.unwrap_model(self.model) is not self.draft)
             vars(self.draft).update(self._around)  # training wraps the draft again, and must wrap this forward
+        self._sums[True] = RunningSums()  # without steps after the last log of an earlier training
         return super().train(checkpoint, *args, **kwargs)
 
     def _init_training_state(self, max_steps: int, steps: int, epochs: int, checkpoint: Any, *args: Any) -> Any:

@@ -672,11 +672,12 @@ def test_requests_share_a_memory() -> None:
     assert sorted(saved) == sorted(whole * 2)
 
 
-def test_draft_and_memory_together() -> None:
+@pytest.mark.parametrize("config", [CHAIN, TREE])
+def test_draft_and_memory_together(config: SpeculationConfig) -> None:
     texts = plain_texts(target(), PROMPT_LIST, greedy())
     speculator, lengths = HybridSpeculator(draft()), []
     for _ in range(2):
-        found, _ = serve(target(), PROMPT_LIST, 4, speculator=speculator, speculation_config=CHAIN)
+        found, _ = serve(target(), PROMPT_LIST, 4, speculator=speculator, speculation_config=config)
         assert [output.generated_tokens for output in found] == texts
         lengths.append(SpeculationStats.merge([output.speculation for output in found]).mean_accepted_length)
     assert lengths[1] > lengths[0]

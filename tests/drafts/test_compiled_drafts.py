@@ -198,6 +198,14 @@ def same_guesses(call: Call) -> None:
     assert_same(*call.tell([3, 1, 2][: call.rows]))
 
 
+def test_the_draft_of_a_hybrid_drafts_no_further_than_its_own_number() -> None:
+    """The graphs of a call are made for the history's longer chains."""
+    call = Call("eagle3", SpeculationConfig(num_speculative_tokens=2), 1, False)
+    first, second = call.tell([3], limit=2)
+    assert first.max_depth == second.max_depth == 2 and torch.equal(first.tokens, second.tokens)
+    assert isinstance(compiled := call.drafters[1], CompiledDrafter) and compiled._depth == 2 < DEPTH
+
+
 @pytest.mark.parametrize(("kind", "shape", "sample", "batch"), each_value(KINDS, SHAPES, [False, True], [1, 8]))
 def test_fixed_slots_change_no_guess(kind: str, shape: str, sample: bool, batch: int, as_it_is: None) -> None:
     same_guesses(Call(kind, SHAPES[shape], batch, sample))

@@ -79,11 +79,6 @@ def test_one_wrong_path_is_enough_in_half_precision(dtype: torch.dtype) -> None:
             check_target(model, trees=True)
         counts.append(len(forwards))
     assert 0 < counts[0] == counts[1]
-    with torch.no_grad():  # other weights may be right
-        model.get_output_embeddings().weight.mul_(1)
-    with pytest.raises(ValueError, match="scores a tree"):
-        check_target(model, trees=True)
-    assert len(forwards) > counts[1]
 
 
 def test_what_may_be_put_down_to_rounding_is_measured() -> None:

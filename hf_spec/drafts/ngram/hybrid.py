@@ -121,6 +121,10 @@ class HybridSpeculator(Speculator):
         own = self._draft.defaults()
         return own if not isinstance(own.tree, str | None) else own.merge(num_speculative_tokens=DEPTH)
 
+    def more_nodes(self, length: int) -> int:
+        """Return the most nodes that the history adds to a tree."""
+        return length
+
     def drafter(self, request: DraftContext) -> Drafter:
         """Index the prompts, and let the draft read them when it is first asked."""
         return HybridDrafter(self, request)
