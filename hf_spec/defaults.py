@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -13,8 +14,8 @@ from .scoring.adapters import base_model
 from .settings import SpeculationConfig, check_settings
 
 _stored: WeakKeyDictionary[PreTrainedModel, tuple[Speculator, SpeculationConfig | None]] = WeakKeyDictionary()
-# Drafts that a generation config names, loaded once per model and place of it.
-_named: WeakKeyDictionary[PreTrainedModel, tuple[Speculator, str, dict[str, Any]]] = WeakKeyDictionary()
+# Drafts that a generation config names, loaded once per model, place of it and time of their files.
+_named: WeakKeyDictionary[PreTrainedModel, tuple[Any, ...]] = WeakKeyDictionary()
 
 
 def set_speculator(model: PreTrainedModel, speculator: Any, config: SpeculationConfig | None = None) -> None:
@@ -22,7 +23,8 @@ def set_speculator(model: PreTrainedModel, speculator: Any, config: SpeculationC
 
     After that, calls are plain, unless the model's generation config names a speculator.
     So do the calls of a language model inside ``model``, which BLIP-2 lets generate.
-    Nothing is stored on the model, so copies of it have no default speculator. A call's own ``speculator=``,
+    Nothing is stored on the model, so copies of it have no default speculator. A speculator of your own that refers to
+    the model keeps it in memory until this is called with ``None``. A call's own ``speculator=``,
     ``assistant_model=`` or ``custom_generate=`` comes first. ``speculator=False`` turns the default off for one call.
     A call that cannot be decoded speculatively, such as one with beams, is decoded plainly, with one warning.
     """
@@ -70,10 +72,16 @@ def default_speculator(
     if not name:  # False turns off the defaults of lower priority
         return None, None
     speculator, *known = _named.get(model, (None,))
-    if speculator is None or known != [name, placement(model)]:
+    way = [name, placement(model), _written(name)]
+    if speculator is None or known != way:
         speculator = as_speculator(name, model)
-        _named[model] = speculator, name, placement(model)
+        _named[model] = speculator, *way
     return speculator, None
+
+
+def _written(name: str) -> float | None:
+    """Return when the weights in a directory were last written: a draft may have been trained further."""
+    return max((one.stat().st_mtime for one in Path(name).glob("*.safetensors")), default=None)
 
 
 def _stored_for_call(model: Any) -> tuple[Speculator, SpeculationConfig | None] | None:

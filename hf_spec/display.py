@@ -35,7 +35,8 @@ def to_html(stats: SpeculationStats) -> str:
         return figures
     legend = f'<p><span style="{ACCEPTED_STYLE}">accepted draft tokens</span> and the target\'s own tokens</p>'
     texts = (f'<div style="{SEQUENCE_STYLE}">{_row_html(row, stats.tokenizer)}</div>' for row in rows)
-    return f"<div>{figures}{legend}{''.join(texts)}</div>"
+    # Notebooks would typeset what stands between dollar signs.
+    return f'<div class="tex2jax_ignore mathjax_ignore">{figures}{legend}{"".join(texts)}</div>'
 
 
 def to_figure(stats: SpeculationStats) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import os
+from collections.abc import Iterator
 
 # Read by huggingface_hub when it is imported, so it must be set first.
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -37,6 +38,14 @@ def lengths_without_a_clock(request: pytest.FixtureRequest, monkeypatch: pytest.
     if request.node.get_closest_marker("clock") is None:
         monkeypatch.setattr(AdaptiveLength, "_choose", first_length)
         monkeypatch.setattr(AdaptiveLength, "keep_drafting", lambda policy, confidence: True)
+
+
+@pytest.fixture
+def seeded() -> Iterator[None]:
+    """Draw the same numbers whatever tests came before, and leave no seed to those that follow."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        yield
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -78,6 +78,7 @@ class Client:
     def leave(self, prompt: str, pieces: int, stream: bool = True) -> None:
         """Ask for a long text, and close the connection after some pieces of it, or while waiting for the whole."""
         options: dict[str, Any] = {"model": TARGET, "prompt": prompt, "max_tokens": 900, "temperature": 0}
+        options["extra_body"] = {"generation_config": '{"max_new_tokens": 900, "eos_token_id": 2047}'}  # no early end
         if not stream:
             with pytest.raises(APITimeoutError):
                 self.openai.with_options(timeout=0.3).completions.create(**options)

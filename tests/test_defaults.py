@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import os
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -258,6 +259,15 @@ def test_a_model_that_transformers_lets_draft_takes_no_default(model: PreTrained
     hf_spec.set_speculator(small, "ngram")
     assert torch.equal(model.generate(**prompts(1), **NEW, assistant_model=small), plain)
     assert hf_spec.last_speculation(small) is None
+
+
+def test_a_named_draft_that_was_trained_further_is_read_again(model: PreTrainedModel, tmp_path: Path) -> None:
+    draft().save_pretrained(tmp_path)
+    model.generation_config.speculator = str(tmp_path)
+    first, again = (default_speculator(model, None)[0] for _ in range(2))
+    assert first is not None and again is first
+    os.utime(tmp_path / "model.safetensors", (0, 0))
+    assert default_speculator(model, None)[0] is not first
 
 
 def test_a_draft_in_a_generation_config_is_refused(model: PreTrainedModel) -> None:

@@ -8,7 +8,7 @@ positions and the slots of new nodes are computed outside and passed in, so that
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -20,7 +20,7 @@ from transformers.masking_utils import create_masks_for_generate
 from transformers.utils import logging
 
 from ..device_tensors import to_device, to_list
-from .graphs import Graphs, compiled_model, lasting, taking_turns, why_not_compiled
+from .graphs import Graphs, compiled_model, hooks_in_graphs, lasting, taking_turns, why_not_compiled
 from .kept import KeptBuffers, buffers_of
 from .kv_view import KVView
 from .names import CACHE
@@ -28,10 +28,11 @@ from .plain import rounding_of_a_forward
 from .rings import power_of_two
 from .runner import ModelRunner, Scores
 from .static import StaticKVView, StaticTreeKVCache
+from .trials import in_evaluation
 
 logger = logging.get_logger(__name__)
 
-_not_compiled: WeakKeyDictionary[PreTrainedModel, str] = WeakKeyDictionary()  # models that run eagerly, and why
+_not_compiled: WeakKeyDictionary[PreTrainedModel, set[Hashable]] = WeakKeyDictionary()  # by model, ways that failed
 _masks_tried: WeakKeyDictionary[PreTrainedModel, set[str]] = WeakKeyDictionary()
 
 
@@ -165,7 +166,7 @@ class StaticCacheRunner(ModelRunner):
         return [self._numbers[row] for row in (range(count) if rows is None else to_list(rows))]
 
     def _forward(self, inputs: dict[str, Any]) -> Any:
-        if self.compiled is None or self.compiled.is_too_large or self.model in _not_compiled:
+        if self.compiled is None or self.compiled.is_left:
             return super()._forward(inputs)
         return self.compiled(inputs)
 
@@ -177,7 +178,9 @@ class CompiledForward:
         self.config: CompileConfig = config or model._default_compile_config()
         self._model, self._compiled = model, compiled_model(model, self.config, watched)
         self.graphs = Graphs(self.config)
-        self.is_too_large = False
+        text, hooks = model.config.get_text_config(decoder=True), hooks_in_graphs(model, watched)
+        self._way = repr(self.config.to_dict()), hooks, text._attn_implementation, model.training, model.dtype
+        self.is_left = self._way in _not_compiled.get(model, ())  # it runs eagerly in this call
 
     def __call__(self, inputs: dict[str, Any]) -> Any:
         """Return the outputs of a forward; it runs eagerly, after one warning, if it cannot be compiled."""
@@ -188,7 +191,7 @@ class CompiledForward:
                 return self._give_up(reason, inputs)
             return self._run(masks)
         except torch.OutOfMemoryError:  # in this call: a smaller one may have room for its graphs
-            self.is_too_large = True
+            self.is_left = True
         except Exception as error:  # whatever torch.compile makes of an unforeseen architecture
             return self._give_up(why_not_compiled(error), inputs)
         return self._model(**inputs)  # out here, where the error holds no memory any more
@@ -226,9 +229,12 @@ class CompiledForward:
         given = masks["attention_mask"]
         if isinstance(given, Tensor) and given.ndim != 4:
             return "it makes its attention masks inside its forward"
-        asked = self._model(**inputs).logits.float()  # (batch, nodes, vocabulary)
         try:
-            difference = (self._model(**masks).logits.float() - asked).abs().max() / asked.std()
+            with in_evaluation(self._model):  # no two forwards agree with dropout
+                asked = self._model(**inputs).logits.float()  # (batch, nodes, vocabulary)
+                difference = (self._model(**masks).logits.float() - asked).abs().max() / asked.std()
+        except torch.OutOfMemoryError:
+            raise
         except Exception as error:
             return f"it takes no masks made outside its forward ({error})"
         if not difference <= rounding_of_a_forward(self._model.dtype):
@@ -238,7 +244,8 @@ class CompiledForward:
 
     def _give_up(self, reason: str, inputs: dict[str, Any]) -> Any:
         outputs = self._model(**inputs)  # fails too if it is not the compiler that failed
-        _not_compiled[self._model] = reason
+        _not_compiled.setdefault(self._model, set()).add(self._way)
+        self.is_left = True
         logger.warning(
             f"{type(self._model).__name__} is not compiled for scoring draft tokens, but runs as it is: {reason}."
         )

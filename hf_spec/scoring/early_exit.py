@@ -201,6 +201,8 @@ def _why_no_exit(model: PreTrainedModel, count: int) -> str | None:
         with passing_on(model, count):
             expected = model(input_ids=ids, use_cache=False).logits
         logits = shallow(input_ids=ids, use_cache=False).logits
+    except torch.OutOfMemoryError:  # which tells nothing of the model
+        raise
     except Exception as error:  # whatever an unforeseen architecture makes of fewer layers
         return f"{name} cannot run its first {count} layers alone ({in_short(error)})"
     apart = float(difference(logits, expected).max())
@@ -247,6 +249,8 @@ def _reuses(model: PreTrainedModel, count: int) -> bool:
         logits = runner.score(proposal).logits
         runner.commit(torch.zeros_like(ids[:, :0]), [3], in_place=True)
         logits = torch.cat([logits, runner.extend(ids[:, 7:]).logits], dim=1)
+    except torch.OutOfMemoryError:
+        raise
     except Exception:  # whatever an unforeseen architecture makes of layers that have run
         return False
     return bool(difference(logits, expected).max() <= rounding_of_a_forward(precision(model)))

@@ -12,7 +12,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from itertools import repeat
 from operator import attrgetter
 from typing import Any, TypeVar, cast
-from weakref import WeakSet
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -39,7 +39,7 @@ _OWN_FORWARD = frozenset(("forward", "_compiled_call_impl"))  # attributes of a 
 logger = logging.get_logger(__name__)
 
 taking_turns = threading.Lock()  # a compiled forward runs the hooks that any thread has put on the model
-_failed: WeakSet[Any] = WeakSet()  # drafts and rules that could not be compiled
+_failed: WeakKeyDictionary[Any, list[dict[str, Any]]] = WeakKeyDictionary()  # by draft or rule, options that failed
 _compiled: list[tuple[Callable[..., Any], dict[str, Any], tuple[Hashable, ...], Callable[..., Any]]] = []
 
 
@@ -79,10 +79,11 @@ class Compiler:
         self.config = config or CompileConfig()
         self.depth, self.most_new, self._begins_step = depth, most_new, begins_step
         self.graphs = Graphs(self.config)
-        self._options = self.config.to_dict() | FIXED_SHAPES | {"fullgraph": True}
+        self._options = self.config.to_dict() | FIXED_SHAPES | {"fullgraph": True, "isolate_recompiles": True}
         self._kept: list[KeptBuffers] = []
         self._too_large: list[Any] = []
         self._sharing: dict[nn.Module, tuple[nn.Module, ...]] = {}
+        self._hooks: dict[nn.Module, tuple[Hashable, ...]] = {}
 
     def buffers_of(self, draft: nn.Module, device: torch.device) -> KeptBuffers:
         """Return the memory of ``draft``'s buffers, until ``free_buffers``."""
@@ -102,11 +103,11 @@ class Compiler:
         ``args`` must hold no Python number that changes often: each value is compiled anew. ``keep`` takes results out
         of the memory of graphs, before another thread runs one.
         """
-        if owner in _failed or owner in self._too_large:
+        if self._options in _failed.get(owner, ()) or owner in self._too_large:
             return function(*args)
         if isinstance(owner, nn.Module) and owner not in self._sharing:
-            self._sharing[owner] = _sharing_packed_weights(owner)
-        compiled = _compiled_with(function, self._options, sharing=self._sharing.get(owner, ()))
+            self._sharing[owner], self._hooks[owner] = _sharing_packed_weights(owner), hooks_in_graphs(owner)
+        compiled = _compiled_with(function, self._options, self._hooks.get(owner, ()), self._sharing.get(owner, ()))
         try:
             with taking_turns, self.graphs.counted():
                 if self._begins_step:
@@ -117,7 +118,7 @@ class Compiler:
             self._too_large.append(owner)
         except Exception as error:  # whatever torch.compile makes of an unforeseen draft
             found = function(*args)  # fails too if it is not the compiler that failed
-            _failed.add(owner)
+            _failed.setdefault(owner, []).append(self._options)
             name = getattr(owner, "__name__", type(owner).__name__)
             logger.warning(f"{name} is not compiled, but run as it is: {why_not_compiled(error)}.")
             return found
@@ -152,9 +153,14 @@ def compiled_model(model: Any, config: CompileConfig, watched: Sequence[int]) ->
     if model.get_compiled_call(config) == model.__call__:
         return cast(Callable[..., Any], model.__call__)  # transformers does not compile this architecture
     options = config.to_dict() | FIXED_SHAPES | {"isolate_recompiles": True}
-    hooks = (*watched, *foreign_hooks(model), len(adapted_layers(model)))
+    hooks = hooks_in_graphs(model, watched)
     compiled = _compiled_with(nn.Module.__call__, options, hooks, _sharing_packed_weights(model))
     return functools.partial(compiled, model)
+
+
+def hooks_in_graphs(model: Any, watched: Sequence[int] = ()) -> tuple[Hashable, ...]:
+    """Return what tells hooks on ``model`` apart that torch would not notice if they came after a graph."""
+    return (*watched, *foreign_hooks(model), len(adapted_layers(model)))
 
 
 def _sharing_packed_weights(model: nn.Module) -> tuple[nn.Module, ...]:

@@ -105,7 +105,7 @@ def _why_apart(model: PreTrainedModel, name: str, static: bool, prompt: Prompt |
         )
     try:
         apart, most = difference_from_plain(model, SHAPES[name], static, prompt)
-    except ExplainedError:
+    except (ExplainedError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # whatever an unforeseen architecture makes of a ragged block
         if is_compiled(model):

@@ -155,11 +155,18 @@ class DraftTrainer(Trainer):
         self._reader = Reader(self.target, draft.feature_layers(self.target) if isinstance(draft, DraftModel) else ())
         for data in self._data:
             self._admit(data)
-        let_forward_compute_a_loss(draft)
-        self._around: dict[str, Any] = {}  # the draft's wrapped forward, see ``as_trained``
+        self._let_train(model)
         if sharding.is_asked_for(args):
             sharding.hide_embeddings_and_head(model)
         return model
+
+    def _let_train(self, model: Any) -> None:
+        """Let accelerate wrap ``model``, which an earlier training or an evaluation may have marked as wrapped."""
+        draft = base_model(model)
+        for one in (model, draft):
+            vars(one).pop("_is_accelerate_prepared", None)
+        let_forward_compute_a_loss(draft)
+        self._around: dict[str, Any] = {}  # the draft's wrapped forward, see ``as_trained``
 
     def _admit(self, data: Any) -> None:
         """Raise a ValueError if the target or the draft cannot read ``data``."""
@@ -396,8 +403,15 @@ class DraftTrainer(Trainer):
         if self.model is not None:
             check_draft(checkpoint, self.draft, self.accelerator.unwrap_model(self.model) is not self.draft)
             vars(self.draft).update(self._around)  # training wraps the draft again, and must wrap this forward
+            is_sharded = sharding.splits_matrices(self.args)  # whose wrapper takes the model's place
+            if self.accelerator.num_processes > 1 and self.model_wrapped is self.model and not is_sharded:
+                self._let_train(self.model)  # an evaluation has marked it, without DDP
         self._sums[True] = RunningSums()  # without steps after the last log of an earlier training
-        return super().train(checkpoint, *args, **kwargs)
+        try:
+            return super().train(checkpoint, *args, **kwargs)
+        finally:
+            if self.model is not None:
+                self.draft.eval()  # a language model would draft with its dropout
 
     def _init_training_state(self, max_steps: int, steps: int, epochs: int, checkpoint: Any, *args: Any) -> Any:
         place = super()._init_training_state(max_steps, steps, epochs, checkpoint, *args)

@@ -10,6 +10,7 @@ import collections
 import contextlib
 import copy
 import functools
+import gc
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -182,11 +183,14 @@ def counting_instructions() -> Iterator[collections.Counter[str]]:
         return trace
 
     before = sys.gettrace()
+    gc.collect()
+    gc.disable()  # it would run code for what earlier tests have left
     sys.settrace(trace)
     try:
         yield count
     finally:
         sys.settrace(before)
+        gc.enable()
 
 
 def instructions_per_step(rows: int, sample: bool, **options: Any) -> float:

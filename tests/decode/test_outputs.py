@@ -452,13 +452,16 @@ def test_cache_grows_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes: list[int] = []
     make_room = SlotBuffer._grow
 
+    def long_enough(ids: Tensor, scores: Any) -> Tensor:
+        return torch.full((len(ids),), ids.shape[1] > 60)
+
     def watch(buffer: SlotBuffer, *args: Any) -> Tensor:
         data = make_room(buffer, *args)
         sizes.append(data.shape[buffer.dim])
         return data
 
     monkeypatch.setattr(SlotBuffer, "_grow", watch)
-    generate(prompts(2), speculator="ngram", max_new_tokens=10**6, max_time=0.1)
+    generate(prompts(2), speculator="ngram", max_new_tokens=10**6, stopping_criteria=[long_enough])
     assert sizes
     assert max(sizes) < 4 * buffers.SLOTS_ADDED
     sizes.clear()

@@ -18,7 +18,7 @@ from lengths import force_lengths
 from pairs import each_value
 from test_block_exactness import LAYERS, MARKOV, WINDOW
 from test_static import Forwards, generate, on_any_device, warnings_of
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 from transformers import DynamicCache
 from twins import fitted, noisy, target
 
@@ -103,6 +103,13 @@ def draft_of(kind: str) -> Any:
     return learn(new_draft(kind), model, text, mask, steps=60 if kind in BLOCKS else 25)
 
 
+class Everything:
+    """Contain whatever is asked for."""
+
+    def __contains__(self, one: object) -> bool:
+        return True
+
+
 @pytest.fixture(autouse=True)
 def short_slots(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rings, "SHORTEST", 16)
@@ -112,7 +119,7 @@ def short_slots(monkeypatch: pytest.MonkeyPatch) -> None:
 def as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     """Compile nothing, but run what would be."""
     monkeypatch.setattr(Compiler, "__call__", lambda compiler, function, name, *args, **_: function(*args))
-    monkeypatch.setattr(compiled, "_not_compiled", dict.fromkeys([target("llama")], "a test"))
+    monkeypatch.setattr(compiled, "_not_compiled", {target("llama"): Everything()})
 
 
 @pytest.fixture
@@ -121,7 +128,7 @@ def draft_graphs_only(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch._dynamo.reset()
     graphs._compiled.clear()
     graphs._failed.clear()
-    monkeypatch.setattr(compiled, "_not_compiled", dict.fromkeys([target("llama")], "a test"))
+    monkeypatch.setattr(compiled, "_not_compiled", {target("llama"): Everything()})
     yield
     torch._dynamo.reset()
 
@@ -480,3 +487,15 @@ def test_a_draft_of_a_smaller_vocabulary(as_it_is: None) -> None:
     text = generate(model, 3)
     ways = {"cache_implementation": "static", "compile_config": on_any_device(), "speculation_config": SHAPES["chain"]}
     assert torch.equal(generate(model, 3, speculator=draft, **ways), text)
+
+
+def read(module: nn.Module, states: Tensor) -> Any:
+    return module(states)
+
+
+def test_hooks_on_a_draft_that_come_later_are_in_its_graph() -> None:
+    """Torch takes no notice of the first hook on a module."""
+    draft, states = nn.Sequential(nn.Linear(3, 3)), torch.ones(1, 3)
+    plain = Compiler(on_any_device(), DEPTH)(read, draft, draft, states)
+    draft[0].register_forward_hook(lambda module, args, output: 2 * output)
+    assert torch.equal(Compiler(on_any_device(), DEPTH)(read, draft, draft, states), 2 * plain)

@@ -554,3 +554,29 @@ def test_bad_values_are_refused() -> None:
             NgramSpeculator(history_size=9, min_token_prob=chance)
     with pytest.raises(ValueError, match="no history to save"):
         NgramSpeculator().save("nowhere", tokenizer())
+
+
+def test_a_text_whose_addition_was_interrupted_spoils_nothing() -> None:
+    """By the stop button of a notebook."""
+    texts = [[(7 * number + place * place) % 50 for place in range(40)] for number in range(3)]
+    index, whole, link = SuffixIndex(500), SuffixIndex(500), SuffixIndex._link
+
+    def stopped(self: SuffixIndex, start: int, stop: int) -> None:
+        link(self, start, start + 9)
+        raise KeyboardInterrupt
+
+    for text in texts:
+        whole.add(text)
+    index.add(texts[0])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SuffixIndex, "_link", stopped)
+        with pytest.raises(KeyboardInterrupt):
+            index.add(texts[1])
+    again = pickle.loads(pickle.dumps(index))
+    for one in (index, again):
+        one.add(texts[2])
+        assert one.tokens() == whole.tokens()
+        for size in SIZES:
+            for text in texts:
+                found = whole.find(text[:30], size, 5)
+                assert found and one.find(text[:30], size, 5) == found

@@ -133,7 +133,7 @@ def test_trials_bring_products_of_other_weights_close_to_zero() -> None:
     assert (found < found.median() / 1000).any(1).float().mean() > 0.5
 
 
-def test_trials_see_an_order_that_a_bias_added_later_hides(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trials_see_an_order_that_a_bias_added_later_hides(monkeypatch: pytest.MonkeyPatch, seeded: None) -> None:
     """Falcon's layers round the product before they add their bias."""
 
     def halves(self: nn.Linear, states: Tensor) -> Tensor:

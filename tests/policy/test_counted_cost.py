@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import gc
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -62,11 +63,13 @@ class Instructions:
         return self.trace
 
     def __enter__(self) -> Instructions:
+        gc.disable()  # it would run code for what earlier tests have left
         sys.settrace(self.trace)
         return self
 
     def __exit__(self, *_: object) -> None:
         sys.settrace(None)
+        gc.enable()
 
 
 @functools.cache

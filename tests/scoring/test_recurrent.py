@@ -420,6 +420,7 @@ def test_a_draft_goes_on_from_its_own_states_when_rows_have_ended(name: str, tre
 @pytest.mark.parametrize(("name", "copies"), [("mamba2", 2), ("mamba", 1)])
 def test_states_are_saved_once(name: str, copies: int) -> None:
     """Lazy commit holds one copy; stepping holds none between two steps; neither gathers any over a long text."""
+    gc.collect()  # of earlier tests
     model = target(name)
     text = plain(model, 3, max_new_tokens=200)
     cache = new_cache(model)

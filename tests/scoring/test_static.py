@@ -511,6 +511,9 @@ def test_a_compiler_that_fails_costs_a_warning_only(forwards: Forwards) -> None:
         out = guessing(model, 3, text, TREE, compile_config=on_any_device(backend=failing))
     assert torch.equal(out, text)
     assert ["no such machine" in message for message in told if "not compiled" in message] == [True]
+    assert not forwards.shapes
+    assert torch.equal(guessing(model, 3, text, TREE, compile_config=on_any_device()), text)
+    assert forwards.shapes, "another configuration was not tried"
 
 
 def test_a_call_without_memory_for_its_graphs_runs_as_it_is_and_the_next_one_compiles(forwards: Forwards) -> None:

@@ -250,7 +250,7 @@ def test_a_server_refuses_them_by_name(host):
     assert Host.asked == []
 
 
-def test_a_target_that_sees_gets_what_the_request_holds(tmp_path):
+def test_a_target_that_sees_gets_what_the_request_holds(tmp_path, seeded):
     tokenizer = AutoTokenizer.from_pretrained(target()[1].name_or_path)
     tokenizer.add_tokens(["<image>"], special_tokens=True)
     text = LlamaConfig(vocab_size=len(tokenizer), hidden_size=32, intermediate_size=32, num_hidden_layers=1,

@@ -349,3 +349,17 @@ def test_targets_that_see_what_follows_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="lets tokens attend to later ones"):
         cache_features(rows, target, (), tmp_path / "features")
     assert not (tmp_path / "features").exists()
+
+
+def test_a_second_trainer_of_a_draft_computes_in_half_precision_too(tmp_path: Path) -> None:
+    """accelerate leaves a model as it is that it has wrapped once."""
+    target = sharp_target()
+    draft = eagle3(target)
+    layer = next(one for one in draft.layers.modules() if isinstance(one, torch.nn.Linear))
+    for name in ("first", "second"):
+        found: list[torch.dtype] = []
+        seeing = layer.register_forward_hook(lambda module, args, output, found=found: found.append(output.dtype))
+        args = arguments(tmp_path / name, max_steps=1, bf16=True)
+        DraftTrainer(draft, target, args, train_dataset=text()).train()
+        seeing.remove()
+        assert set(found) == {torch.bfloat16} and not draft.training

@@ -17,6 +17,7 @@ import re
 from contextvars import ContextVar
 from typing import Any, cast
 
+import torch
 from torch import Tensor
 from transformers import Cache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicCache
@@ -76,6 +77,8 @@ class TargetMtp(MtpModel, Speculator):
         device = next(target.get_decoder().layers[-1].parameters()).device
         try:
             draft: Any = cls.from_pretrained(target, device_map={"": device})
+        except torch.OutOfMemoryError:
+            raise
         except (OSError, RuntimeError) as error:
             raise ValueError(
                 f"the MTP layers of {type(target).__name__} are not in {target.name_or_path or 'any checkpoint'!r}, "

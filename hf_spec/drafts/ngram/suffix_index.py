@@ -36,6 +36,8 @@ class SuffixIndex:
     A text that begins like a remembered one, such as the next turn of a conversation, adds only its new part.
     """
 
+    _is_whole = True  # False while a text is added, and after an interruption of that
+
     def __init__(self, size: int) -> None:
         self.size = size
         self.largest = BREAK  # largest token id that was ever remembered
@@ -69,16 +71,20 @@ class SuffixIndex:
     def tokens(self) -> list[int]:
         """Return the remembered tokens, the oldest first, with BREAK after each text."""
         with self._lock:
+            self._repair()
             return self._tokens[len(self._tokens) - len(self) :].tolist()
 
     def add(self, text: Sequence[int]) -> None:
         """Remember a finished ``text``; the oldest tokens go, and of a text longer than the history its beginning."""
         with self._lock:
+            self._repair()
             self.largest = max(self.largest, *text) if text else self.largest
             known = self._known(text)
+            self._is_whole = False
             self._append(text[max(0, known - LONGEST_MATCH) :][-max(1, self.size - 1) :])
             self._note_beginnings(text, known)
             self._forget()
+            self._is_whole = True
 
     def find(self, context: Sequence[int], size: int, depth: int) -> list[Place]:
         """List the latest positions after the last ``size`` tokens of ``context``, each in a copy with ``depth``
@@ -87,6 +93,7 @@ class SuffixIndex:
         found: list[Place] = []
         ngram = array("i", context[-size:])
         with self._lock:
+            self._repair()
             before = self._before[number]
             first = len(self._tokens) - len(self)
             place = self._latest[number][hash(tuple(ngram)) & self._mask]
@@ -108,8 +115,20 @@ class SuffixIndex:
         if len(self._tokens) <= self._mask + 1 or self._mask + 1 == 1 << self._most:
             self._link(start, len(self._tokens))
             return
-        # More tokens than buckets: enlarge the table, and index all texts again.
-        self._spread(min(self._most, (4 * len(self._tokens)).bit_length()))
+        self._index_again()  # with a larger table: there are more tokens than buckets
+
+    def _repair(self) -> None:
+        """Forget a text whose addition was interrupted, for example by a notebook's stop button."""
+        if self._is_whole:
+            return
+        while self._tokens and self._tokens[-1] != BREAK:
+            self._tokens.pop()
+        self._beginnings = {}
+        self._index_again()
+        self._is_whole = True
+
+    def _index_again(self) -> None:
+        self._spread(min(self._most, max(FIRST_PLACES, (4 * len(self._tokens)).bit_length())))
         start = 0
         for end in [index for index, token in enumerate(self._tokens, start=1) if token == BREAK]:
             self._link(start, end)

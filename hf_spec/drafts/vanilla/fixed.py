@@ -93,6 +93,8 @@ def _why_read_differently(model: PreTrainedModel) -> str | None:
     try:
         kv = StaticModelKV(model, prompt, mask)
         logits = kv.run(kv.keys.opened(), rest, None)
+    except torch.OutOfMemoryError:  # which tells nothing of the model
+        raise
     except Exception as error:  # a model may fail anyhow on slots that are no cache of transformers
         return f"it takes no fixed slots ({in_short(error)})"
     if not bool((difference(logits, expected) <= rounding_of(model)).all()):
