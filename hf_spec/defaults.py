@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -14,8 +13,8 @@ from .scoring.adapters import base_model
 from .settings import SpeculationConfig, check_settings
 
 _stored: WeakKeyDictionary[PreTrainedModel, tuple[Speculator, SpeculationConfig | None]] = WeakKeyDictionary()
-# Drafts that a generation config names, loaded once per model, place of it and time of their files.
-_named: WeakKeyDictionary[PreTrainedModel, tuple[Any, ...]] = WeakKeyDictionary()
+# Drafts that a generation config names, loaded once per model and place of it.
+_named: WeakKeyDictionary[PreTrainedModel, tuple[Speculator, str, dict[str, Any]]] = WeakKeyDictionary()
 
 
 def set_speculator(model: PreTrainedModel, speculator: Any, config: SpeculationConfig | None = None) -> None:
@@ -70,18 +69,13 @@ def default_speculator(
         return stored
     name = models if own is None else own
     if not name:  # False turns off the defaults of lower priority
+        _named.pop(model, None)  # so that a draft that was trained further can be named again
         return None, None
     speculator, *known = _named.get(model, (None,))
-    way = [name, placement(model), _written(name)]
-    if speculator is None or known != way:
+    if speculator is None or known != [name, placement(model)]:
         speculator = as_speculator(name, model)
-        _named[model] = speculator, *way
+        _named[model] = speculator, name, placement(model)
     return speculator, None
-
-
-def _written(name: str) -> float | None:
-    """Return when the weights in a directory were last written: a draft may have been trained further."""
-    return max((one.stat().st_mtime for one in Path(name).glob("*.safetensors")), default=None)
 
 
 def _stored_for_call(model: Any) -> tuple[Speculator, SpeculationConfig | None] | None:

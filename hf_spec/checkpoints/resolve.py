@@ -14,6 +14,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from tokenizers import Tokenizer
+from torch import OutOfMemoryError
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
@@ -204,8 +205,8 @@ def _best_at_hand(target: PreTrainedModel) -> Speculator:
     at_hand = (cached(known.draft) for known in known_drafts(target) if known.is_read)
     places: Iterable[str | Path] = itertools.chain(("mtp",), filter(None, at_hand))
     for place in places:
-        # The cache may have only some of its files, or the draft may not fit the target.
-        with contextlib.suppress(OSError, ValueError):
+        # The cache may have only some of its files, or the draft may not fit the target or the memory.
+        with contextlib.suppress(OSError, ValueError, OutOfMemoryError):
             found = _own_layers_at_hand(target) if place == "mtp" else _from_files(place, target)
             found.check(target, found.settings(None))
             logger.info(f"speculator='auto' is {place} for {target.config.name_or_path or type(target).__name__}")

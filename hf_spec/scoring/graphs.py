@@ -39,7 +39,7 @@ _OWN_FORWARD = frozenset(("forward", "_compiled_call_impl"))  # attributes of a 
 logger = logging.get_logger(__name__)
 
 taking_turns = threading.Lock()  # a compiled forward runs the hooks that any thread has put on the model
-_failed: WeakKeyDictionary[Any, list[dict[str, Any]]] = WeakKeyDictionary()  # by draft or rule, options that failed
+_failed: WeakKeyDictionary[Any, list[Any]] = WeakKeyDictionary()  # by draft or rule, options and hooks that failed
 _compiled: list[tuple[Callable[..., Any], dict[str, Any], tuple[Hashable, ...], Callable[..., Any]]] = []
 
 
@@ -103,11 +103,12 @@ class Compiler:
         ``args`` must hold no Python number that changes often: each value is compiled anew. ``keep`` takes results out
         of the memory of graphs, before another thread runs one.
         """
-        if self._options in _failed.get(owner, ()) or owner in self._too_large:
-            return function(*args)
         if isinstance(owner, nn.Module) and owner not in self._sharing:
             self._sharing[owner], self._hooks[owner] = _sharing_packed_weights(owner), hooks_in_graphs(owner)
-        compiled = _compiled_with(function, self._options, self._hooks.get(owner, ()), self._sharing.get(owner, ()))
+        way = self._options, self._hooks.get(owner, ())
+        if way in _failed.get(owner, ()) or owner in self._too_large:
+            return function(*args)
+        compiled = _compiled_with(function, *way, self._sharing.get(owner, ()))
         try:
             with taking_turns, self.graphs.counted():
                 if self._begins_step:
@@ -118,7 +119,7 @@ class Compiler:
             self._too_large.append(owner)
         except Exception as error:  # whatever torch.compile makes of an unforeseen draft
             found = function(*args)  # fails too if it is not the compiler that failed
-            _failed.setdefault(owner, []).append(self._options)
+            _failed.setdefault(owner, []).append(way)
             name = getattr(owner, "__name__", type(owner).__name__)
             logger.warning(f"{name} is not compiled, but run as it is: {why_not_compiled(error)}.")
             return found

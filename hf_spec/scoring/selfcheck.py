@@ -103,14 +103,22 @@ def _why_apart(model: PreTrainedModel, name: str, static: bool, prompt: Prompt |
             "; its quantised weights are multiplied in float32: try bfloat16 compute (dtype=torch.bfloat16, and for "
             "bitsandbytes bnb_4bit_compute_dtype=torch.bfloat16)"
         )
+    apart: float | None = None
     try:
         apart, most = difference_from_plain(model, SHAPES[name], static, prompt)
-    except (ExplainedError, torch.OutOfMemoryError):
+    except ExplainedError:
         raise
+    except torch.OutOfMemoryError:  # which tells nothing of the model
+        most = 0.0
     except Exception as error:  # whatever an unforeseen architecture makes of a ragged block
         if is_compiled(model):
             cure += ", or without torch.compile as one graph (fullgraph=True) around the model, which knows no blocks"
         raise ValueError(f"{_why_not_scored(model, name, static, prompt, error)}; {cure}.") from error
+    if apart is None:  # out here, where the error holds no memory any more
+        raise ExplainedError(
+            f"there is too little memory to compare {type(model).__name__} with its single steps; pass fewer rows, or "
+            "SpeculationConfig(self_check=False)"
+        )
     if apart <= most:
         return None
     reason = (

@@ -164,7 +164,8 @@ class DraftTrainer(Trainer):
         """Let accelerate wrap ``model``, which an earlier training or an evaluation may have marked as wrapped."""
         draft = base_model(model)
         for one in (model, draft):
-            vars(one).pop("_is_accelerate_prepared", None)
+            for name in ("_is_accelerate_prepared", "_original_forward", "forward"):
+                vars(one).pop(name, None)
         let_forward_compute_a_loss(draft)
         self._around: dict[str, Any] = {}  # the draft's wrapped forward, see ``as_trained``
 

@@ -81,6 +81,20 @@ def test_one_wrong_path_is_enough_in_half_precision(dtype: torch.dtype) -> None:
     assert 0 < counts[0] == counts[1]
 
 
+def test_a_lack_of_memory_tells_nothing_of_a_model() -> None:
+    model, is_full = build("llama", num_hidden_layers=2), [True, False]
+
+    def read(module: nn.Module, args: Any, logits: Tensor) -> None:
+        if is_full[0]:
+            raise torch.OutOfMemoryError
+
+    model.get_output_embeddings().register_forward_hook(read)
+    with pytest.raises(ValueError, match="too little memory"):
+        check_target(model, trees=False)
+    is_full.pop(0)
+    check_target(model, trees=False)
+
+
 def test_what_may_be_put_down_to_rounding_is_measured() -> None:
     """A quarter of the spread is far more than bfloat16 makes of two layers."""
     model = build("llama", dtype=torch.bfloat16, num_hidden_layers=2)
