@@ -20,12 +20,13 @@ import copy
 import json
 import sys
 import time
+import types
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, set_seed
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PreTrainedModel, set_seed
 
 sys.path.insert(0, str(Path(__file__).parent))
 from engine_speed import machine  # the folder is no package
@@ -70,6 +71,8 @@ CHANGES = (
     "Take the encoding as a parameter.",
     "Write a longer docstring.",
 )
+# A replay needs no model: one of any token leaves nothing out.
+NO_TARGET = types.SimpleNamespace(config=LlamaConfig(vocab_size=1 << 31), get_output_embeddings=lambda: None)
 GREETING = "Thank you for your message. Please be polite, and end with 'I hope this helps. Have a nice day!'"
 THINGS = ("dog", "garden", "red ball", "birthday", "old house", "boat", "school", "new friend", "cake", "bicycle")
 FIXED = {
@@ -246,9 +249,8 @@ def replay(pairs: Any, speculator: NgramSpeculator, config: SpeculationConfig) -
     counts = {"row_steps": 0, "proposed": 0, "emitted": 0}
     for prompt, answer in pairs:
         ids = torch.tensor([prompt[:-1]])  # the first draft tokens are read together with the prompt
-        request: Any = (None, ids, torch.ones_like(ids), None, speculator.settings(config), None, False)
+        request: Any = (NO_TARGET, ids, torch.ones_like(ids), None, speculator.settings(config), None, False)
         context = DraftContext(*request)
-        vars(context)["vocabulary"] = 1 << 31  # of no target: nothing is left out
         drafter, new, at = speculator.drafter(context), prompt[-1:], 0
         while at < len(answer):
             accepted = AcceptedTokens(torch.tensor([new]), torch.tensor([len(new)]))
