@@ -516,7 +516,9 @@ def test_every_processor_of_transformers_has_its_tier() -> None:
     for one in PER_SEQUENCE.values():
         processors = Processors(LogitsProcessorList([one()]))
         assert not processors.stateless and not processors.lockstep
-    assert lockstep(logits_process.PrefixConstrainedLogitsProcessor(pure(is_even), 2))
+    for texts in (1, 2):  # of a prompt
+        assert not lockstep(logits_process.PrefixConstrainedLogitsProcessor(pure(is_even), texts))
+        assert lockstep(logits_process.PrefixConstrainedLogitsProcessor(lambda row, prefix: [5], texts))
 
 
 def test_custom_processors_are_lockstep_unless_declared_pure() -> None:
