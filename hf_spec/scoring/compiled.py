@@ -176,9 +176,9 @@ class CompiledForward:
 
     def __init__(self, model: Any, config: CompileConfig | None, watched: Sequence[int] = ()) -> None:
         self.config: CompileConfig = config or model._default_compile_config()
-        self._model, self._compiled = model, compiled_model(model, self.config, watched)
-        self.graphs = Graphs(self.config)
         text, hooks = model.config.get_text_config(decoder=True), hooks_in_graphs(model, watched)
+        self._model, self._compiled = model, compiled_model(model, self.config, hooks)
+        self.graphs = Graphs(self.config)
         self._way = repr(self.config.to_dict()), hooks, text._attn_implementation, model.training, model.dtype
         self.is_left = self._way in _not_compiled.get(model, ())  # it runs eagerly in this call
 

@@ -143,24 +143,25 @@ def is_compiled(model: nn.Module, modules: Sequence[nn.Module] | None = None) ->
     return any(module._compiled_call_impl is not None or hasattr(module.forward, _COMPILED) for module in modules)
 
 
-def compiled_model(model: Any, config: CompileConfig, watched: Sequence[int]) -> Callable[..., Any]:
+def compiled_model(model: Any, config: CompileConfig, hooks: tuple[Hashable, ...]) -> Callable[..., Any]:
     """Return ``model`` compiled as ``get_compiled_call`` does it, but with a separate cache of graphs.
 
     Torch allows eight graphs per model, then refuses or runs eagerly. Ours would leave none to plain ``generate``,
     which has one for each size of a static cache. A graph keeps the hooks that it was compiled with, and torch does
-    not notice further ones. So each set of ``watched`` layers, of hooks of others, and of adapters per row, has graphs
-    of its own.
+    not notice further ones. So each of the ``hooks_in_graphs`` has graphs of its own.
     """
     if model.get_compiled_call(config) == model.__call__:
         return cast(Callable[..., Any], model.__call__)  # transformers does not compile this architecture
     options = config.to_dict() | FIXED_SHAPES | {"isolate_recompiles": True}
-    hooks = hooks_in_graphs(model, watched)
     compiled = _compiled_with(nn.Module.__call__, options, hooks, _sharing_packed_weights(model))
     return functools.partial(compiled, model)
 
 
 def hooks_in_graphs(model: Any, watched: Sequence[int] = ()) -> tuple[Hashable, ...]:
-    """Return what tells hooks on ``model`` apart that torch would not notice if they came after a graph."""
+    """Return what tells hooks on ``model`` apart that torch would not notice if they came after a graph.
+
+    They are those on ``watched`` layers, hooks of others, and adapters per row.
+    """
     return (*watched, *foreign_hooks(model), len(adapted_layers(model)))
 
 

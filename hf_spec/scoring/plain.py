@@ -20,8 +20,8 @@ ROUNDING = {torch.float32: 1e-3, torch.float16: 0.15, torch.bfloat16: 0.25}
 # The same of two forwards over the same tokens and slots.
 ROUNDING_OF_A_FORWARD = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.1}
 # Settings that name tokens in whose places parts of an image, a video or a sound are read.
-PLACEHOLDERS = {f"{kind}_token_{end}" for kind in ("image", "video", "audio", "vision") for end in ("id", "index")}
-PLACEHOLDERS.add("image_patch_id")  # of Molmo 2
+_KINDS = ("image", "video", "audio", "vision")
+PLACEHOLDERS = {f"{kind}_token_{end}" for kind in _KINDS for end in ("id", "index")} | {"image_patch_id"}  # of Molmo 2
 
 
 def input_device(model: PreTrainedModel) -> torch.device:

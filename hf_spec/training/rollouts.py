@@ -76,7 +76,8 @@ class RolloutCallback(TrainerCallback):
         found: Any = self.speculator
         if found is None and self.draft_trainer is not None:
             found = self.draft_trainer.draft
-        self._set_to_evaluation()
+        if self.draft_trainer is not None:
+            self.draft_trainer.draft.eval()  # as each training leaves it
         set_speculator(model, _Recording(as_speculator(found, model), self.texts, self._before), self.config)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -86,16 +87,11 @@ class RolloutCallback(TrainerCallback):
         if texts := _of_all_processes(list(self.texts), self.draft_trainer.accelerator.num_processes):
             train_on(self.draft_trainer, texts)
         self.texts.clear()
-        self._set_to_evaluation()
 
     def on_train_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         """Restore the policy's earlier speculator."""
         if self._is_set:
             set_speculator(model, *self._before)
-
-    def _set_to_evaluation(self) -> None:
-        if self.draft_trainer is not None:
-            self.draft_trainer.draft.eval()
 
 
 def train_on(trainer: DraftTrainer, texts: Sequence[Sequence[int]]) -> None:

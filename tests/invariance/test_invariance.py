@@ -543,7 +543,7 @@ def test_trials_see_an_order_that_rounding_hides(
 
     rows = cancelling(layer, torch.randn(SIZES[-1], inputs).to(dtype))
     alone, together = torch.cat([halves(row[None]) for row in rows]), halves(rows)
-    assert rows.dtype == dtype and (alone != together).any(1).float().mean() > 0.5
+    assert rows.dtype == dtype and (alone != together).any(1).float().mean() > 0.8
     found = agreeing_sizes(halves, rows)
     assert len(found) > 1 and 1 not in found
 
