@@ -65,8 +65,7 @@ def check_whole(draft: DraftModel) -> None:
 
 
 def _ends_in_vocabulary(draft: DraftModel, module: nn.Module) -> bool:
-    layers = [*draft.output_layers, *getattr(draft, "trained_heads", ())]
-    return any(module is one for one in layers)
+    return any(module is layer for layer in draft.trained_heads)
 
 
 def read_vocabulary(file: str | os.PathLike[str]) -> list[int]:

@@ -54,7 +54,8 @@ class DraftContext:
     drafter that can tell how probably its draft tokens are accepted asks it how many to draft. ``runner`` is the
     target's own, for speculators with ``shares_target_cache``. ``target_keys``: the target's keys and values of
     committed tokens, to be read only; ``None`` where they cannot be read. ``source``: what an
-    encoder-decoder target reads besides this text.
+    encoder-decoder target reads besides this text. ``generator`` is not used: draft tokens are drawn from torch's
+    default one.
     """
 
     target: PreTrainedModel

@@ -16,16 +16,17 @@ from .trees import PreparedDraft, at_depth, grow
 
 
 class BlockGrowth:
-    """The distributions of one block for one proposal: one per depth, whatever draft tokens come before."""
+    """The distributions of one block for one proposal: one per depth, whatever draft tokens come before.
+
+    ``first`` (batch, vocabulary) are the log-probabilities after the root.
+    """
+
+    first: Tensor
 
     def __init__(self, draft: Any, request: DraftContext, root: Tensor, output: DraftOutput) -> None:
         assert output.logits is not None
         self._by_depth = draft_log_probs(draft, request, output.logits)  # (batch, depths, vocabulary)
-
-    @property
-    def first(self) -> Tensor:
-        """Return the log-probabilities (batch, vocabulary) after the root."""
-        return self._by_depth[:, 0]
+        self.first = self._by_depth[:, 0]
 
     def step(self, tokens: Tensor, depth: int, parents: Tensor | None, ancestors: Tensor | None) -> Tensor:
         """Return the log-probabilities after new nodes, as a ``Step`` does."""

@@ -386,16 +386,6 @@ class BlockDraftModel(DraftModel):
             self.trained_selector,
         )
 
-    @property
-    def trained_parameters(self) -> list[nn.Parameter]:
-        """Return the draft's own parameters between trained states and losses."""
-        return [parameter for layer in self.trained_heads for parameter in layer.parameters()]
-
-    @property
-    def trained_heads(self) -> list[nn.Module]:
-        """Return the draft's own layers between trained states and logits."""
-        return self.output_layers
-
     def trained_states(self, hidden: Tensor, input_ids: Tensor, roots: Tensor) -> Tensor:
         """Turn ``hidden`` (batch, blocks, slots, hidden) into the head's inputs, (batch, blocks, draft tokens, width).
 

@@ -147,6 +147,16 @@ class DraftModel(PreTrainedModel, Speculator):
         return [] if self.lm_head is None else [self.lm_head]
 
     @property
+    def trained_parameters(self) -> list[nn.Parameter]:
+        """Return the draft's own parameters between trained states and losses."""
+        return [parameter for layer in self.trained_heads for parameter in layer.parameters()]
+
+    @property
+    def trained_heads(self) -> list[nn.Module]:
+        """Return the draft's own layers between trained states and logits."""
+        return self.output_layers
+
+    @property
     def target_ids(self) -> Tensor | None:
         """Return the target's id of each token of the draft, (draft vocabulary,); None if vocabularies are equal."""
         return None if self.d2t is None else self.to_target_ids(torch.arange(len(self.d2t), device=self.d2t.device))

@@ -166,7 +166,7 @@ class StaticCacheRunner(ModelRunner):
         return [self._numbers[row] for row in (range(count) if rows is None else to_list(rows))]
 
     def _forward(self, inputs: dict[str, Any]) -> Any:
-        if self.compiled is None or self.compiled.is_left:
+        if self.compiled is None or self.compiled.runs_eagerly:
             return super()._forward(inputs)
         return self.compiled(inputs)
 
@@ -180,10 +180,13 @@ class CompiledForward:
         self._model, self._compiled = model, compiled_model(model, self.config, hooks)
         self.graphs = Graphs(self.config)
         self._way = repr(self.config.to_dict()), hooks, text._attn_implementation, model.training, model.dtype
-        self.is_left = self._way in _not_compiled.get(model, ())  # it runs eagerly in this call
+        self.runs_eagerly = self._way in _not_compiled.get(model, ())
 
     def __call__(self, inputs: dict[str, Any]) -> Any:
-        """Return the outputs of a forward; it runs eagerly, after one warning, if it cannot be compiled."""
+        """Return the outputs of a forward, which runs eagerly where compiling has failed.
+
+        A failure is warned of once, and holds for later calls. A lack of memory is silent, and holds for this call.
+        """
         inputs = {**inputs, "return_dict": True}
         try:
             masks = {**inputs, "attention_mask": self._mask(inputs)}
@@ -191,7 +194,7 @@ class CompiledForward:
                 return self._give_up(reason, inputs)
             return self._run(masks)
         except torch.OutOfMemoryError:  # in this call: a smaller one may have room for its graphs
-            self.is_left = True
+            self.runs_eagerly = True
         except Exception as error:  # whatever torch.compile makes of an unforeseen architecture
             return self._give_up(why_not_compiled(error), inputs)
         return self._model(**inputs)  # out here, where the error holds no memory any more
@@ -245,7 +248,7 @@ class CompiledForward:
     def _give_up(self, reason: str, inputs: dict[str, Any]) -> Any:
         outputs = self._model(**inputs)  # fails too if it is not the compiler that failed
         _not_compiled.setdefault(self._model, set()).add(self._way)
-        self.is_left = True
+        self.runs_eagerly = True
         logger.warning(
             f"{type(self._model).__name__} is not compiled for scoring draft tokens, but runs as it is: {reason}."
         )

@@ -98,8 +98,9 @@ class Compiler:
     def __call__(
         self, function: Callable[..., T], owner: Any, *args: Any, keep: Callable[[T], T] = lambda found: found
     ) -> T:
-        """Return ``function(*args)``, compiled; run eagerly, after one warning, if that fails for its ``owner``.
+        """Return ``function(*args)``, compiled, or run eagerly for an ``owner`` with which that has failed.
 
+        A failure is warned of once, and holds for later calls. A lack of memory is silent, and holds for this call.
         ``args`` must hold no Python number that changes often: each value is compiled anew. ``keep`` takes results out
         of the memory of graphs, before another thread runs one.
         """

@@ -29,7 +29,7 @@ from transformers.cache_utils import Cache, DynamicCache
 from transformers.utils import logging
 
 from ..device_tensors import to_device, to_list
-from ..proposal import NO_PARENT, PAD_NODE, Proposal
+from ..proposal import NO_PARENT, Proposal
 from .cache import TreeKVCache
 from .hooks import hooked
 from .layers import keeps_state
@@ -150,15 +150,7 @@ class SnapshotRunner(RecurrentRunner):
         refuse_trees(proposal)
         width = max(2 * limit + 1, 1 + max(map(len, self._carried)))
         room = [width - 1 - len(carried) for carried in self._carried]
-        longest = min(max(room), proposal.max_depth)
-        steps = torch.arange(1 + longest, device=proposal.tokens.device)
-        beyond = steps > to_device(room, steps.device)[:, None]
-        parents = proposal.parents[:, : 1 + longest].masked_fill(beyond, PAD_NODE)
-        q = None if proposal.q is None else proposal.q[:, :longest]
-        deterministic = None if proposal.deterministic is None else proposal.deterministic[:, : 1 + longest]
-        return Proposal(
-            proposal.tokens[:, : 1 + longest], parents, longest, q, is_chain=True, deterministic=deterministic
-        )
+        return proposal.truncate(max(room)).truncate_rows(room)
 
     def score(self, proposal: Proposal) -> Scores:
         """Read carried tokens, root and draft tokens of all rows in one forward; score the root and draft tokens."""

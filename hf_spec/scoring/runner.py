@@ -257,14 +257,13 @@ class ModelRunner:
         self,
         input_ids: Tensor,
         attention_mask: Tensor,
-        cache: Cache | None = None,
         source: dict[str, Any] | None = None,
     ) -> Scores | None:
         """Read a prompt outside ``generate``; return ``None`` if it is empty: there is nothing to score.
 
         ``source`` are the arguments of the encoder's states, where the model attends to some.
         """
-        kwargs = prompt_kwargs(self.model, input_ids, attention_mask, cache, source)
+        kwargs = prompt_kwargs(self.model, input_ids, attention_mask, source=source)
         if input_ids.shape[1] == 0:
             first = input_ids.new_zeros(1, 1) if "position_ids" in kwargs else None
             given = {"use_cache": True, "position_ids": first} | (source or {})

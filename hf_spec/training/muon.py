@@ -119,7 +119,7 @@ def inner_matrices(draft: Any) -> list[Tensor]:
     inside = base_model(draft)
     heads = [inside.get_output_embeddings()]
     if isinstance(inside, DraftModel):
-        heads = [*inside.output_layers, *getattr(inside, "trained_heads", ())]
+        heads = inside.trained_heads
     within = {module for head in heads if head is not None for module in head.modules()}  # includes their adapters
     config = inside.config
     sizes = {getattr(config, "layers", config.get_text_config()).vocab_size, getattr(config, "draft_vocab_size", None)}

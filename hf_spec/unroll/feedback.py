@@ -70,11 +70,10 @@ def unroll_with_feedback(draft: Any, given: UnrollInput, steps: int, recompute: 
     documents = None if given.document_ids is None else given.document_ids[:, :-1]
     features = given.features[:, :-1].to(draft.dtype)
     done = outputs(draft, given.input_ids[:, 1:], features, steps, documents, head=False, recompute=recompute)
-    trained = [parameter for layer in draft.output_layers for parameter in layer.parameters()]
     return Unrolled(
         [cast(Tensor, output.logits) for output in done],
         lambda step, states: draft.logits(states),
-        trained,
+        draft.trained_parameters,
         [cast(Tensor, output.hidden_states) for output in done],
     )
 
@@ -154,8 +153,7 @@ def unroll_in_parallel(draft: Any, given: UnrollInput, steps: int, recompute: bo
         given_features = draft.mask_hidden.to(features).expand_as(features) if count else features
         args = count, given_features
         states.append(checkpoint(step, *args, use_reentrant=False) if recompute else step(*args))
-    trained = [parameter for layer in draft.output_layers for parameter in layer.parameters()]
-    return Unrolled(states, lambda step, states: draft.logits(states), trained, [])
+    return Unrolled(states, lambda step, states: draft.logits(states), draft.trained_parameters, [])
 
 
 def positions(input_ids: Tensor, document_ids: Tensor | None = None) -> Tensor:

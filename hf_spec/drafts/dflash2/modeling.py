@@ -102,11 +102,7 @@ class SelectorGrowth(BlockGrowth):
         self._values, self._candidates = output.logits.topk(draft.config.selector_top_k)  # (batch, depths, k)
         self._weights = selector.hidden_projection(hidden)  # (batch, depths, rank)
         self._successors = selector.successor_codebook[self._candidates]  # (batch, depths, k, rank)
-        self._first = self.step(root[:, None], 0, None, None)[:, 0]
-
-    @property
-    def first(self) -> Tensor:
-        return self._first
+        self.first = self.step(root[:, None], 0, None, None)[:, 0]
 
     def step(self, tokens: Tensor, depth: int, parents: Tensor | None, ancestors: Tensor | None) -> Tensor:
         """Return the log-probabilities after new nodes ``tokens`` (batch, new); -inf for what is no candidate."""

@@ -94,11 +94,7 @@ class MarkovGrowth(BlockGrowth):
         if unused:  # training steps through the slot that predicts nothing, too
             reading, _ = draft.read(root[:, None], output.hidden_states[:, :1])
             state = None if reading is None else reading.state
-        self._first = self._log_probs_after(root[:, None], self._logits[:, :1], self._hidden[:, :1], state)[:, 0]
-
-    @property
-    def first(self) -> Tensor:
-        return self._first
+        self.first = self._log_probs_after(root[:, None], self._logits[:, :1], self._hidden[:, :1], state)[:, 0]
 
     def step(self, tokens: Tensor, depth: int, parents: Tensor | None, ancestors: Tensor | None) -> Tensor:
         """Return the corrected log-probabilities after new nodes."""

@@ -165,8 +165,7 @@ class MedusaDraftModel(DraftModel):
         if not layers:
             return Unrolled([head(features) for head in self.heads], lambda step, states: self.logits(states), [], [])
         states = [cast(nn.Sequential, head)[:-1](features) for head in self.heads]
-        trained = [parameter for layer in layers for parameter in layer.parameters()]
-        return Unrolled(states, lambda step, states: cast(Tensor, layers[step](states)), trained, [])
+        return Unrolled(states, lambda step, states: cast(Tensor, layers[step](states)), self.trained_parameters, [])
 
     def unroll_steps(self, wanted: int) -> int:
         """Return the number of heads: each is a step, and all are trained together."""
