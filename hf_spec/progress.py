@@ -24,6 +24,14 @@ class Progress:
         self.done += count
         self._bar.update(count)
 
+    def expect(self, total: int) -> None:
+        """Count out of ``total`` from now on."""
+        self.total = self._bar.total = total
+
+    def note(self, text: str) -> None:
+        """Show ``text`` behind the bar."""
+        self._bar.set_postfix_str(text, refresh=False)
+
     def __enter__(self) -> Progress:
         working.append(self)
         self._bar.__enter__()

@@ -18,7 +18,7 @@ from ..decode.options import option
 from ..decode.refusals import Refusal, refuse_growing_rope
 from ..metrics import SpeculationStats
 from ..scoring.adapters import base_model
-from ..scoring.plain import input_device
+from ..scoring.plain import input_device, placeholders
 from ..verify.processors import is_declared_pure, pure
 from .prompts import Completion, Pending
 
@@ -58,9 +58,11 @@ class Batches:
         self.strings = StopStringCriteria(tokenizer, strings) if strings and tokenizer and not any(stops) else None
         self.new = option(model, options, "max_new_tokens") or 0
         self.size = 1 if self.stops and not self.ends else size
-        # Finished rows are padded with a token that is hardly ever emitted: the last one of the vocabulary.
+        # Finished rows are padded with a token that is hardly ever emitted: the last one of the vocabulary. Models
+        # count the placeholders for parts of an image, padding included.
         words = model.config.get_text_config(decoder=True).vocab_size
-        self.filler = next(token for token in range(words - 1, -1, -1) if token not in self.ends)
+        taken = placeholders(base_model(model).config).union(self.ends)
+        self.filler = next(token for token in range(words - 1, -1, -1) if token not in taken)
 
     def answer(self, prompts: Sequence[Pending]) -> Iterator[Completion]:
         """Generate for ``prompts``, the longest first."""

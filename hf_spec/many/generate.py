@@ -10,10 +10,11 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from ..batching.hooks import KEYWORDS
-from ..checkpoints.resolve import as_speculator
+from ..checkpoints.resolve import as_speculator, with_tokenizers
 from ..decode.options import option
 from ..metrics import Counts
 from ..processes import Processes
+from ..progress import Progress
 from ..scoring.adapters import base_model
 from ..scoring.plain import input_device
 from ..settings import SpeculationConfig, check_settings, is_int
@@ -73,6 +74,7 @@ def generate_many(
 
     Args:
         speculator, speculation_config, num_speculative_tokens: as in ``generate``.
+        tokenizer: the model's, or its processor, which also opens the pictures and sounds of messages.
         ordered: yield in the order of the prompts; else as they finish, where ``index`` says whose they are.
         engine: what decodes them: ``"generate"``, in batches, or ``"generate_batch"``, transformers' continuous
             batching. There the next prompt takes the place of a finished one; ``continuous_batching_config`` sets it
@@ -95,20 +97,24 @@ def generate_many(
     check_settings(speculation_config)
     if speculation_config is not None and speculation_config.row_seeds is not None:
         raise ValueError("row_seeds is not for generate_many, which batches prompts by length; call generate")
-    if speculator is not None and speculator is not False:
-        speculator = as_speculator(speculator, base_model(model))  # once, not for every batch
+    own = getattr(tokenizer, "tokenizer", tokenizer)
+    if speculator is not None and speculator is not False:  # once, not for every batch
+        other = generate_kwargs.pop("assistant_tokenizer", None)
+        target = base_model(model)
+        speculator = (
+            as_speculator(speculator, target) if other is None else with_tokenizers(speculator, target, other, own)
+        )
     given = (speculator, speculation_config, num_speculative_tokens)
     options = generate_kwargs | {name: value for name, value in zip(KEYWORDS, given, strict=True) if value is not None}
     if tokenizer is not None and option(model, options, "stop_strings"):
-        options["tokenizer"] = getattr(tokenizer, "tokenizer", tokenizer)
+        options["tokenizer"] = own
     processes = Processes(accelerator)
     decoder = _decoder(model, batch_size, options, engine)
     words = tokenizer, base_model(model).config.get_text_config(decoder=True).vocab_size
     completions = _completions(prompts, words, window_size * processes.count, decoder, processes)
     if ordered:
         completions = _in_order(completions)
-    total = len(prompts) if isinstance(prompts, Sized) else None
-    return _finished(completions, tokenizer, total, progress and processes.is_first)
+    return _finished(completions, own, prompts, progress and processes.is_first)
 
 
 def _check(model: Any, prompts: Any, batch_size: int, look_ahead: int, options: dict[str, Any]) -> None:
@@ -196,19 +202,19 @@ def _in_order(completions: Iterator[Completion]) -> Iterator[Completion]:
 
 
 def _finished(
-    completions: Iterator[Completion], tokenizer: Any, total: int | None, progress: bool
+    completions: Iterator[Completion], tokenizer: Any, prompts: Iterable[Any], progress: bool
 ) -> Iterator[Completion]:
     """Add the text to each completion, and advance the progress bar."""
-    counts = Counts()
-    decoder = getattr(tokenizer, "tokenizer", tokenizer)
-    bar: Any = logging.tqdm(total=total, desc="Generating", disable=not progress)
-    with bar:
+    counts, total = Counts(), len(prompts) if isinstance(prompts, Sized) else None
+    with Progress("Generating", total, "prompts", shown=progress) as bar:
         for one in completions:
-            if decoder is not None:
-                one.text = decoder.decode(one.tokens, skip_special_tokens=True)
+            if tokenizer is not None:
+                one.text = tokenizer.decode(one.tokens, skip_special_tokens=True)
             if one.speculation is not None:
-                one.speculation.tokenizer = decoder
+                one.speculation.tokenizer = tokenizer
                 counts.add(one.speculation.counts)
-                bar.set_postfix_str(f"τ {counts.mean_accepted_length:.2f}", refresh=False)
+                bar.note(f"τ {counts.mean_accepted_length:.2f}")
+            if isinstance(prompts, Sized):
+                bar.expect(len(prompts))  # some may have been left out
             bar.update()
             yield one

@@ -14,6 +14,8 @@ from ..metrics import SpeculationStats
 from ..settings import is_int
 
 EXAMPLES = "a text, a list of token ids, a list of messages such as {'role': 'user', 'content': ...}, or the tensors"
+OF_DATA_SETS = {"text", "prompt", "messages"}  # names of columns that hold what may be passed as a prompt
+MEDIA = ("image", "video", "audio")  # one of them is in the type of a part of a message that is no text
 
 
 @dataclass
@@ -72,7 +74,7 @@ def _parse(index: int, prompt: Any, tokenizer: Any) -> Pending:
         prompt = prompt.tolist()
     if isinstance(prompt, list | tuple):
         if all(isinstance(one, Mapping) for one in prompt) and prompt:
-            return Pending(index, _chat(list(prompt), _needed(tokenizer, index), index))
+            return _chat(list(prompt), tokenizer, index)
         if len(prompt) == 1 and isinstance(prompt[0], list):  # (1, length)
             prompt = prompt[0]
         if all(map(is_int, prompt)):
@@ -86,22 +88,49 @@ def _needed(tokenizer: Any, index: int) -> Any:
     return getattr(tokenizer, "tokenizer", tokenizer)  # a processor has it as an attribute
 
 
-def _chat(messages: list[Any], tokenizer: Any, index: int) -> list[int]:
-    if not tokenizer.chat_template:
-        raise ValueError(f"prompt {index} is a chat, but the tokenizer has no chat template: set one, or pass a text")
+def _chat(messages: list[Any], reader: Any, index: int) -> Pending:
+    """Render a chat. A ``reader`` that is a processor also opens the pictures and sounds of its messages."""
+    tokenizer, media = _needed(reader, index), _media(messages)
+    if media and tokenizer is reader:
+        raise ValueError(
+            f"prompt {index} is a chat with a part of type {media!r}, and the tokenizer reads text alone: pass the "
+            "model's processor as tokenizer="
+        )
+    renders = reader if media or not tokenizer.chat_template else tokenizer
+    if not renders.chat_template:
+        what = "tokenizer" if renders is tokenizer else "processor"
+        raise ValueError(f"prompt {index} is a chat, but the {what} has no chat template: set one, or pass a text")
+    form = {"tokenize": True, "return_dict": True, "return_tensors": "pt"} if media else {"tokenize": False}
     try:
-        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        rendered = renders.apply_chat_template(messages, add_generation_prompt=True, **form)
     except Exception as error:  # templates may raise anything
         raise ValueError(f"prompt {index}: the chat template does not take its messages ({error})") from error
-    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+    if not media:
+        return Pending(index, list(tokenizer(rendered, add_special_tokens=False)["input_ids"]))
+    found = _of_tensors(index, rendered)
+    if not found.others:  # its template wrote a placeholder, or nothing
+        raise ValueError(
+            f"prompt {index}: the processor opens nothing for its part of type {media!r}: pass {{'type': 'image', "
+            "'url': ...}, or the tensors that the processor returns for one prompt"
+        )
+    return found
+
+
+def _media(messages: list[Any]) -> str | None:
+    """Return the type of the first part of ``messages`` that is a picture, a video or a sound."""
+    contents = [content for one in messages if isinstance(content := one.get("content"), list | tuple)]
+    parts = [part for content in contents for part in content if isinstance(part, Mapping)]
+    kinds = (str(part.get("type") or " ".join(map(str, part))) for part in parts)
+    return next((kind for kind in kinds if any(word in kind for word in MEDIA)), None)
 
 
 def _of_tensors(index: int, prompt: Mapping[str, Any]) -> Pending:
-    tensors = {name: torch.as_tensor(value) for name, value in prompt.items() if value is not None}
-    ids = tensors.pop("input_ids", None)
-    if ids is None:
-        raise ValueError(f"prompt {index} has no input_ids, only {sorted(prompt)}: pass what a processor returns")
-    ids = torch.atleast_2d(ids)  # (1, length)
+    if prompt.get("input_ids") is None:
+        own = "the text or the messages themselves"
+        instead = "what a processor returns" if OF_DATA_SETS.isdisjoint(prompt) else own
+        raise ValueError(f"prompt {index} has no input_ids, only {sorted(map(str, prompt))}: pass {instead}")
+    tensors = {name: _tensor(index, name, value) for name, value in prompt.items() if value is not None}
+    ids = torch.atleast_2d(tensors.pop("input_ids"))  # (1, length)
     if ids.shape[0] != 1 or ids.ndim != 2:
         raise ValueError(f"prompt {index} has input_ids of shape {tuple(ids.shape)}: pass one prompt at a time")
     seen = torch.atleast_2d(tensors.pop("attention_mask", torch.ones_like(ids)))[0].bool()  # (length,)
@@ -113,3 +142,13 @@ def _of_tensors(index: int, prompt: Mapping[str, Any]) -> Pending:
         )
     per_token = {name: torch.atleast_2d(value)[:, seen] for name, value in per_token.items()}
     return Pending(index, ids[0, seen].tolist(), per_token, others)
+
+
+def _tensor(index: int, name: str, value: Any) -> Tensor:
+    try:
+        return torch.as_tensor(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(
+            f"prompt {index} has {name} {value!r:.80}, of which no tensor can be made ({error}): pass only what a "
+            "processor returns for one prompt"
+        ) from error

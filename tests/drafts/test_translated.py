@@ -504,6 +504,10 @@ def test_generate_takes_the_tokenizers_as_assisted_generation_does(tmp_path: Pat
     own.save_pretrained(tmp_path)
     for speculator in (other, VanillaSpeculator(other), tmp_path, str(tmp_path)):
         assert torch.equal(generate(1, speculator=speculator, num_speculative_tokens=3, **both), expected)
+    options = {"speculator": other, "max_new_tokens": 24, "do_sample": False, "progress": False}
+    for engine in ("generate", "generate_batch"):
+        (found,) = hf_spec.generate_many(model, PROMPTS[:1], engine=engine, **options, **both)
+        assert [*found.prompt_ids, *found.tokens] == expected[0].tolist() and found.speculation.accepted > 0
     loaded = load_speculator(str(tmp_path), model, "float32")  # on the command line the directory is enough
     assert isinstance(loaded, TranslatedSpeculator)
     assert torch.equal(generate(1, speculator=loaded), expected)

@@ -8,27 +8,32 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from accelerate import PartialState
 from architectures import LONG_ROPE, build
 from groups import leave, run_two
 from pairs import each_value, pairwise, usual
-from test_multimodal import llava
+from PIL import Image
+from test_multimodal import IMAGE, llava
 from torch import Tensor
 from transformers import (
     GenerationConfig,
+    LlavaProcessor,
     LogitsProcessor,
     LogitsProcessorList,
     PreTrainedModel,
     StoppingCriteria,
     StoppingCriteriaList,
 )
+from transformers.models.clip import CLIPImageProcessor
 from twins import SHAPES, draft, noisy, target, tokenizer
 
 import hf_spec
 from hf_spec import Completion, SpeculationStats, generate_many
 from hf_spec.many.batches import Batches
+from hf_spec.progress import working
 
 GREEDY: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False}
 QUIET: dict[str, Any] = {"progress": False, "batch_size": 4}
@@ -207,8 +212,10 @@ def test_allowed_tokens_are_those_of_the_prompt(declare: Any) -> None:
 
 
 def test_images() -> None:
-    """Prompts with one image, with two, and with none."""
+    """Prompts with one image, with two, and with none; the last token of the vocabulary is no padding there."""
     model, both = llava()
+    model.config.image_token_id = 98
+    both["input_ids"][both["input_ids"] == IMAGE] = 98
     rows = [both["attention_mask"][row].bool() for row in range(2)]
     images = [both["pixel_values"][:1], both["pixel_values"][1:]]
     prompts: list[Any] = [
@@ -223,6 +230,47 @@ def test_images() -> None:
     for speculator in (None, "ngram", noisy(target())):
         found = many(model, prompts, speculator=speculator)
         assert found == wanted
+
+
+def test_pictures_in_chats_are_opened() -> None:
+    model, _ = llava()
+    vision, words = model.config.vision_config, copy.copy(tokenizer())
+    sizes = dict.fromkeys(("height", "width"), vision.image_size)
+    template = (
+        "{% for m in messages %}{% for c in m.content %}{{ IMAGE if c.type == 'image' else c.text }}{% endfor %}"
+        "{% endfor %}:"
+    )
+    token = words.convert_ids_to_tokens(IMAGE)
+    words.chat_template = template = template.replace("IMAGE", f"'{token}'")
+    processor = LlavaProcessor(
+        *(CLIPImageProcessor(size={"shortest_edge": vision.image_size}, crop_size=sizes), words),
+        *(vision.patch_size, "default", template, token),
+        num_additional_image_tokens=1,
+    )
+    picture = numpy.random.default_rng(0).integers(0, 256, (2, vision.image_size, vision.image_size, 3), numpy.uint8)
+    parts = [[{"type": "image", "image": Image.fromarray(one)}, {"type": "text", "text": "AB"}] for one in picture]
+    chats = [[{"role": "user", "content": one}] for one in (*parts, parts[0][1:])]
+    form: dict[str, Any] = {"tokenize": True, "return_dict": True, "return_tensors": "pt"}
+    wanted = [
+        model.generate(**processor.apply_chat_template(one, **form), **GREEDY)[0, -12:].tolist() for one in chats
+    ]
+    assert many(model, chats, tokenizer=processor) == wanted and wanted[0] != wanted[1]
+    for reader, part, problem in (
+        (words, parts[0], "part of type 'image', and the tokenizer reads text alone: pass the model's processor"),
+        (words, [{"image": "a.png"}], "part of type 'image'"),
+        (
+            processor,
+            [{"type": "input_image", "text": "A"}],
+            "the processor opens nothing for its part of type 'input_image'",
+        ),
+    ):
+        with pytest.raises(ValueError, match=f"prompt 1.*{problem}"):
+            many(model, [[5], [{"role": "user", "content": part}]], tokenizer=reader)
+    words.chat_template = None  # that of the processor is enough
+    assert many(model, chats, tokenizer=processor) == wanted
+    processor.chat_template = None
+    with pytest.raises(ValueError, match="prompt 0 is a chat, but the processor has no chat template"):
+        many(model, chats, tokenizer=processor)
 
 
 def test_the_distribution_is_the_targets() -> None:
@@ -407,6 +455,19 @@ def test_each_completion_has_its_statistics(
         assert getattr(rows, name) == pytest.approx(getattr(whole, name))
 
 
+def test_progress_counts_the_prompts_that_are_not_left_out() -> None:
+    class Fewer(list[list[int]]):
+        def __iter__(self) -> Iterator[list[int]]:
+            while len(self) > 8:
+                self.pop()
+            return super().__iter__()
+
+    completions = generate_many(target(), Fewer(texts()), **QUIET, **GREEDY)
+    next(completions)
+    assert str(working[-1]).startswith("Generating, 1 of 8 prompts, about ")
+    assert [*map(str, working)] and len([*completions]) == 7 and working == []
+
+
 def test_the_models_default_speculator_is_used_and_refused_calls_are_plain() -> None:
     model = build("llama", num_hidden_layers=2)
     hf_spec.set_speculator(model, "ngram")
@@ -457,6 +518,13 @@ def test_refused_before_anything_is_read(given: dict[str, Any], problem: str) ->
         ({"pixel_values": torch.zeros(1)}, "prompt 1 has no input_ids"),
         ([{"role": "user"}], "prompt 1: the chat template does not take its messages .*content"),
         ({"input_ids": torch.ones(2, 3)}, "one prompt at a time"),
+        (
+            {"prompt": "Once"},
+            r"prompt 1 has no input_ids, only \['prompt'\]: pass the text or the messages themselves",
+        ),
+        ({"input_ids": [5], "text": "Once"}, "prompt 1 has text 'Once', of which no tensor can be made"),
+        ({"input_ids": [5], "texts": ["a"]}, r"prompt 1 has texts \['a'\], of which"),
+        ({"input_ids": [5], "row": {}}, "prompt 1 has row {}, of which"),
     ],
 )
 def test_bad_prompts_are_named(prompt: Any, problem: str) -> None:
