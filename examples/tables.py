@@ -52,14 +52,14 @@ CURVES = {"nodes": "nodes, one sequence", "rows": "sequences", "prompt": "tokens
 ENGINES = """\
 Next to other engines, in one run for each column: tokens a second (multiple of plain under the same conditions).
 SmolLM2-135M-Instruct, greedy, two cores, eight short prompts with answers of 48 tokens, which repeat little.
-llama.cpp and vLLM are faster here, because each of their forwards takes less time. EAGLE-3 is one draft for all,
-trained for this table on 1,024 answers only; "vanilla" is a draft model of two layers.
+llama.cpp and vLLM are faster here, because each of their forwards takes less time. hf_spec and vLLM have the same
+EAGLE-3 draft, trained for this table on 1,024 answers only; "vanilla" is a draft model of two layers.
 [Compiled and packed](docs/compilation.md#on-a-cpu): graphs that read packed weights.
 [Seconds of target and draft](docs/benchmarking.md#next-to-other-engines)."""
 GPU = """\
-On a GPU, greedy chains of five in bfloat16. The target costs what a model
-of 1 B or 8 B costs, and acceptance is the demo family's.
-A cell is the multiple of plain in the same form (for plain, tokens a second), then seconds of target + draft + rest.
+On a GPU, greedy chains of five in bfloat16. The target is the demo target with weights of zero added, until it costs
+what a model of 1 B or 8 B costs. So acceptance is the demo family's. A cell is the speed as a multiple of plain
+`generate` that is eager or has CUDA graphs, too (for plain, tokens a second), then seconds of target + draft + rest.
 [All that was measured](docs/gpu.md), and the command."""
 
 

@@ -21,6 +21,7 @@ from transformers.cache_utils import StaticCache
 from transformers.generation.streamers import BaseStreamer
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.integrations.fsdp import is_fsdp_managed_module
+from transformers.utils import logging
 
 from ..drafts.base import Speculator
 from ..drafts.source import Source
@@ -45,6 +46,8 @@ from .refusals import (
     refusing,
 )
 from .sequences import Sequences
+
+logger = logging.get_logger(__name__)
 
 
 class Decoding:
@@ -233,6 +236,13 @@ def _refuse_options_of_assistants(kwargs: dict[str, Any]) -> None:
                 f"Cannot generate with a speculator: {name} is an option of transformers' assisted generation. Drop "
                 f"it; {_ASSISTED[name]}."
             )
+    if (config := kwargs.get("generation_config")) is None:
+        return
+    for name in (name for name in _ASSISTED if getattr(config, name, None) is not None):  # maybe for other calls
+        logger.warning_once(
+            f"generation_config.{name} is for transformers' assisted generation, and does nothing with a speculator: "
+            f"{_ASSISTED[name]}."
+        )
 
 
 # Whisper's own generate passes the number on.

@@ -143,8 +143,8 @@ class Call:
             self._was_plain = proposal.max_depth == 0
             return self._step(proposal, start, score, self.target.restore_prompt_cache)
         scores = self.target.prefill(input_ids, config, kwargs)
-        if self.target.compiles:
-            self._compile_the_rest(config.compile_config)
+        if (how := self.target.compile_config) is not None:
+            self._compile_the_rest(how)
         self.record.prompt(scores.hidden_states)
         last = scores.last()
         result = self._verify(Proposal.nothing(input_ids.new_zeros(len(input_ids))), last)
@@ -154,7 +154,7 @@ class Call:
         self.drafter, self.features = self._new_drafter(input_ids, mask, scores.features), last.features
         return result
 
-    def _compile_the_rest(self, config: CompileConfig | None) -> None:
+    def _compile_the_rest(self, config: CompileConfig) -> None:
         """Compile drafting and verification, too."""
         depth, nodes = self.policy.longest, self.nodes
         self.compiler = Compiler(config, depth, self.target.most_new_tokens)
@@ -330,15 +330,18 @@ class Call:
         """Start a drafter after the tokens that were ``read`` (batch, n), 0 in ``mask`` where padded."""
         sample = self.emitter.takes_samples and self.config.sample_draft
         only_best = self.config.tree is None and not sample and self.config.confidence_threshold == 0
-        distribution = self.processors.draft_distribution(only_best)
+        graphs_on = None if self.compiler is None else read.device
+        distribution = self.processors.draft_distribution(only_best, graphs_on)
         asked = (self.model, read, mask, features, self.config, distribution, sample)
         rows, free = len(self.sequences.rows), unbounded(self.policy.acceptance)
         # In lockstep a draft token counts only if those of all rows are accepted, however probable it is.
+        rows_wait = self.emitter.lockstep and rows > 1
+        self.policy.stops_early &= not rows_wait
         plans_itself = (
             self.speculator.estimates_acceptance(rows)
             and self.config.tree is None
             and self.compiler is None
-            and not (self.emitter.lockstep and rows > 1)
+            and not rows_wait
         )
         own = self.policy if plans_itself or self.policy.stops_early else free
         runner, keys = self.target if self.speculator.shares_target_cache else None, TargetKeys(self.target)

@@ -14,13 +14,13 @@ from ..drafts.base import Speculator, network_of
 from ..drafts.source import Source
 from ..scoring.architectures import (
     STATIC_BESIDE_AN_ENCODER,
-    drops_cache,
     keeps_own_states,
     why_no_trees,
     why_refused,
     why_unsupported,
 )
 from ..scoring.cache import has_states
+from ..scoring.checkpointing import drops_cache
 from ..scoring.masks import takes_no_mask
 from ..scoring.names import CACHES, cache_among, text_arguments
 from ..scoring.plain import input_device

@@ -153,7 +153,7 @@ class Sequences:
         for row in self.rows:
             self.lengths[row] = self._starts[row] = length + 1
         self._stream()
-        done = self.stops(self._ids[:, : length + 1], scores)
+        done = self.stops(self._ids[:, : length + 1].contiguous(), scores)  # as plain, for criteria that take a view
         self._unfinished = {row for row in self._unfinished if not done[row]}
         if self.stops.pads or not self._unfinished:
             self.rows = sorted(self._unfinished)

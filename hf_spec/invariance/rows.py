@@ -118,7 +118,7 @@ def _weight_and_bias(linear: Any, rows: Tensor) -> tuple[Tensor, Tensor]:
     else:  # what torch or another library made of it
         ones = torch.eye(rows.shape[1], dtype=rows.dtype, device=rows.device)
         own = torch.cat([linear(some) - at_zero for some in ones.split(SIZES[-1])]).T
-    return own.cpu(), at_zero.double().cpu()
+    return own.cpu(), at_zero.cpu().double()  # on the CPU: Apple's devices have no float64
 
 
 def with_float32(module: nn.Module) -> Function:

@@ -14,7 +14,6 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import EncoderDecoderCache, StaticCache
 
-from ..versions import CHECKPOINTING
 from .cache import has_states, unsupported_layer
 from .masks import why_no_masks
 from .names import CACHES
@@ -100,11 +99,6 @@ def cross_attends(model: PreTrainedModel) -> bool:
 def keeps_own_states(model: PreTrainedModel) -> bool:
     """Tell whether ``model`` makes a cache of its own kind for its recurrent states."""
     return model.config.get_text_config(decoder=True).model_type in OWN_STATES
-
-
-def drops_cache(model: PreTrainedModel) -> bool:
-    """Tell whether ``model`` now runs without its cache, because of transformers' activation checkpointing."""
-    return model.training and bool(getattr(model, CHECKPOINTING))
 
 
 def why_one_row(model: PreTrainedModel) -> str | None:

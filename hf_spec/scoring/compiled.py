@@ -108,8 +108,8 @@ class StaticCacheRunner(ModelRunner):
         return self.slots.index_of_row if rows is None else self.slots.index_of_row.index_select(0, rows)
 
     @property
-    def compiles(self) -> bool:
-        return self.compiled is not None
+    def compile_config(self) -> CompileConfig | None:
+        return None if self.compiled is None else self.compiled.config
 
     def _turn(self) -> contextlib.AbstractContextManager[Any]:
         return contextlib.nullcontext() if self.compiled is None else taking_turns

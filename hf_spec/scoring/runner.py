@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import CompileConfig, GenerationConfig, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.generation.utils import MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL
 
@@ -537,9 +537,9 @@ class ModelRunner:
     # -- rows ---------------------------------------------------------------------------------------------------------
 
     @property
-    def compiles(self) -> bool:
-        """Tell, from the prefill on, whether plain ``generate`` would compile this call."""
-        return False
+    def compile_config(self) -> CompileConfig | None:
+        """Return, from the prefill on, how plain ``generate`` would compile this call; ``None`` if it would not."""
+        return None
 
     @property
     def compilation(self) -> tuple[int, float]:

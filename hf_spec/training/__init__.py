@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+try:
+    import datasets as _needed  # type: ignore[import-untyped]  # noqa: F401
+except ImportError as error:
+    raise ImportError('hf_spec.training needs the datasets library: pip install "hf-spec[train]"') from error
+
 from ..unroll.feedback import unroll
 from .arguments import DraftTrainingArguments
 from .data import DraftCollator, prepare_dataset

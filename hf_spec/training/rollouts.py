@@ -38,7 +38,7 @@ class RolloutCallback(TrainerCallback):
             for example ``num_train_epochs=1`` and ``save_strategy="no"``. Its examples are whole texts, prompts and
             completions, from all processes.
         every: steps of the policy between two trainings of the draft.
-        keep: how many of the latest texts a training reads at most.
+        keep: how many of the latest texts of each process a training reads at most.
 
     Errors: a TypeError if there is neither a speculator nor a trainer of one. A ValueError for numbers that are not
     whole or below 1. A ValueError of the draft when training begins, if it cannot serve the policy.

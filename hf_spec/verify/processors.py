@@ -25,7 +25,7 @@ from transformers.generation import logits_process
 
 from ..device_tensors import to_device
 from .prefixes import VECTORIZED, FirstTokenListener, Prefixes
-from .warpers import in_less_time, lenient
+from .warpers import for_graphs, in_less_time, lenient
 
 P = TypeVar("P")
 
@@ -100,10 +100,9 @@ class Processors:
         self._all = processors = LogitsProcessorList(map(_listening_once, processors))
         if rows is not None:
             _check_rows(processors, rows)
-        stateless = [one for one in processors if type(one) in STATELESS]
-        self._warpers = list(map(in_less_time, stateless))
+        self._stateless = [one for one in processors if type(one) in STATELESS]
+        self._warpers = list(map(in_less_time, self._stateless))
         self._lenient_warpers = list(map(lenient, self._warpers))
-        self._warpers_of_drafts = [lenient(in_less_time(one, nearly=True)) for one in stateless]
         self.is_empty: bool = len(processors) == 0
         self.stateless: bool = len(self._warpers) == len(processors)
         self.vectorized: bool = all(type(one) in STATELESS or type(one) in VECTORIZED for one in processors)
@@ -130,20 +129,23 @@ class Processors:
                 scores = VECTORIZED[type(one)](one, prefixes, scores)
         return scores
 
-    def draft_distribution(self, only_best: bool = False) -> Callable[[Tensor], Tensor]:
+    def draft_distribution(
+        self, only_best: bool = False, graphs_on: torch.device | None = None
+    ) -> Callable[[Tensor], Tensor]:
         """Return the map from draft logits to float32 log-probabilities of draft tokens, both (..., vocab).
 
         Only stateless processors are applied. The others would need the prefix of every draft token; without them the
         acceptance rate changes, but not the output. ``only_best``: only the best token is used, so any scores in the
-        same order will do.
+        same order will do. ``graphs_on``: the device of the graphs that it will be part of.
         """
-
         if only_best and not self._warpers:
             return lambda logits: logits
+        known = self._stateless if graphs_on is None else [for_graphs(one, graphs_on) for one in self._stateless]
+        warpers = [lenient(in_less_time(one, nearly=True)) for one in known]
 
         def distribution(logits: Tensor) -> Tensor:
             flat = logits.reshape(-1, logits.shape[-1]).float()
-            return _warped(self._warpers_of_drafts, flat).log_softmax(-1).view(logits.shape)
+            return _warped(warpers, flat).log_softmax(-1).view(logits.shape)
 
         return distribution
 

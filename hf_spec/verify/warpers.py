@@ -7,12 +7,16 @@ of all. Its top-k looks through the complete vocabulary, although most parts of 
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from transformers import LogitsProcessor
 from transformers.generation import logits_process
+
+from ..sampling import widest_float
+from ..scoring.rings import power_of_two
 
 LARGE = 1 << 13  # vocabulary size from which on sorting takes longer
 FIRST_SORTED, MOST_SORTED = (
@@ -22,6 +26,15 @@ FIRST_SORTED, MOST_SORTED = (
 PART = 8  # scores of which the largest is compared first, in top-k
 MANY_SCORES = 1 << 14  # from which on that takes less time: a few rows of small vocabularies do not pay for it
 NEAR_TIE = 2e-6  # largest error of sums of float32 probabilities
+# Numbers of warpers that a graph may take as tensors, so that it is not made again for each of them.
+NUMBERS = {
+    logits_process.EpsilonLogitsWarper: "epsilon",
+    logits_process.MinPLogitsWarper: "min_p",
+    logits_process.TemperatureLogitsWarper: "temperature",
+    logits_process.TopHLogitsWarper: "top_h",
+    logits_process.TopPLogitsWarper: "top_p",
+    logits_process.TypicalLogitsWarper: "mass",
+}
 REFUSING = (logits_process.EtaLogitsWarper, logits_process.TopHLogitsWarper)  # they raise for rows without a softmax
 
 
@@ -34,6 +47,18 @@ def in_less_time(processor: LogitsProcessor, nearly: bool = False) -> LogitsProc
     if type(processor) is logits_process.TopKLogitsWarper:
         return TopK(processor, nearly)
     return TopP(processor, nearly) if type(processor) is logits_process.TopPLogitsWarper else processor
+
+
+def for_graphs(processor: LogitsProcessor, device: torch.device) -> LogitsProcessor:
+    """Return ``processor`` with tensors on ``device`` for its numbers, so that one graph serves many of them."""
+    if type(processor) is logits_process.TopKLogitsWarper:
+        place = torch.full((1,), processor.top_k - 1, device=device)
+        return TopKOfMany(power_of_two(processor.top_k), place, processor.filter_value)
+    if (name := NUMBERS.get(type(processor))) is None:
+        return processor
+    copied, number = copy.copy(processor), getattr(processor, name)
+    setattr(copied, name, torch.full((), number, dtype=widest_float(device), device=device))
+    return copied
 
 
 def lenient(processor: LogitsProcessor) -> LogitsProcessor:
@@ -82,6 +107,21 @@ class TopK(LogitsProcessor):
         if not self.nearly:
             best = parts.gather(2, part[:, None].expand(-1, PART, -1)).flatten(1).topk(kept).values
         return torch.where(scores < best[:, -1:], self.warper.filter_value, scores)
+
+
+@dataclass(frozen=True)
+class TopKOfMany(LogitsProcessor):
+    """Top-k with a tensor in place of k: the last token that is kept stands at ``place`` (1,) of the ``most`` best."""
+
+    most: int
+    place: Tensor
+    filter_value: float
+
+    def __call__(self, input_ids: torch.LongTensor, scores: Tensor) -> Tensor:
+        """Process ``scores`` (rows, vocabulary) float32."""
+        words = scores.shape[-1]
+        best = scores.topk(min(self.most, words)).values  # (rows, most), the largest first
+        return scores.masked_fill(scores < best.index_select(-1, self.place.clamp(max=words - 1)), self.filter_value)
 
 
 @dataclass(frozen=True)

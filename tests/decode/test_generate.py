@@ -14,16 +14,17 @@ from typing import Any
 import pytest
 import torch
 from accelerate import cpu_offload
-from architectures import prompts
+from architectures import build, prompts
 from pairs import pairwise
 from peft import LoraConfig, PeftConfig, PrefixTuningConfig, PromptTuningConfig, get_peft_model
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import (
     DynamicCache,
     GenerationConfig,
     GenerationMixin,
     LogitsProcessorList,
     PreTrainedModel,
+    modeling_layers,
     pipeline,
 )
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
@@ -40,6 +41,7 @@ from hf_spec.scoring.names import CACHE
 from hf_spec.training import DraftTrainingArguments, evaluation, new_draft
 from hf_spec.training.checks import check_call
 from hf_spec.training.evaluation import measure
+from hf_spec.versions import CHECKPOINTING_ARGUMENT
 
 NEW = 20
 
@@ -353,6 +355,27 @@ def test_none_turns_off_what_the_model_asks_for(model: PreTrainedModel) -> None:
     off = {"cache_implementation": None, "stop_strings": None}
     assert torch.equal(greedy(other, inputs, **off), plain)
     assert torch.equal(greedy(other, inputs, speculator=draft(), **off), plain)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_activation_checkpointing_while_a_target_is_trained(name: str) -> None:
+    """Layers of newer versions drop the cache only where gradients are recorded; some models always do."""
+    model, inputs = build(name), prompts(2)
+    expected = greedy(model.eval(), inputs)
+    getattr(model, f"{CHECKPOINTING_ARGUMENT}_enable")()
+    assert torch.equal(greedy(model, inputs, speculator="ngram"), expected), "nothing is dropped after training"
+    for module in model.train().modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    if name == "llama" and "is_grad_enabled" in inspect.getsource(modeling_layers):
+        state = torch.get_rng_state()
+        assert torch.equal(greedy(model, inputs, speculator="ngram"), expected)
+        assert torch.equal(greedy(model, inputs, speculator=noisy(model, 0.3).train()), expected)
+        assert torch.equal(torch.get_rng_state(), state)
+    else:
+        for one, speculator in ((model, "ngram"), (build(name), model)):
+            with pytest.raises(ValueError, match=r"training mode with activation checkpointing.* call .*\.eval\(\)"):
+                greedy(one, inputs, speculator=speculator)
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral"])

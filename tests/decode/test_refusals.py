@@ -39,7 +39,6 @@ from hf_spec import NgramSpeculator, SpeculationConfig, demo
 from hf_spec.checkpoints import resolve
 from hf_spec.drafts.eagle3.configuration import Eagle3SpeculatorConfig
 from hf_spec.drafts.eagle3.modeling import Eagle3DraftModel
-from hf_spec.versions import CHECKPOINTING
 
 INPUTS = prompts(2)
 SAMPLED = SpeculationConfig(tree="sampled")
@@ -137,8 +136,14 @@ def test_option(case: str) -> None:
     ("name", "value"),
     [("num_assistant_tokens", 5), ("assistant_ensemble_weight", 0.3), ("max_matching_ngram_size", 2)],
 )
-def test_options_of_assisted_generation_are_not_dropped(name: str, value: float) -> None:
+def test_options_of_assisted_generation_are_not_dropped(
+    name: str, value: float, caplog: pytest.LogCaptureFixture
+) -> None:
     refuse(f"{name} is an option of transformers' assisted generation", "Drop it; ", **{name: value})
+    config = GenerationConfig(**{name: value, "use_cache": False})
+    with caplog.at_level("WARNING", "transformers"):  # where hf_spec's messages go, too
+        refuse("use_cache", "", generation_config=config)
+    assert f"generation_config.{name} is for" in caplog.text
 
 
 @pytest.mark.parametrize("field", ["verification", "acceptance", "tree"])
@@ -203,14 +208,6 @@ def test_drafts_with_states_outside_the_cache(name: str, reason: str) -> None:
 
 def test_a_model_without_weights() -> None:
     refuse("has no weights", "load them with from_pretrained", copy.deepcopy(target()).to("meta"))
-
-
-def test_activation_checkpointing() -> None:
-    model = noisy(target(), 0.0).train()
-    model.gradient_checkpointing_enable()
-    refuse("drops the cache", "model.eval()", model)
-    refuse("drops its cache", "draft.eval()", speculator=model)
-    assert getattr(model.eval(), CHECKPOINTING)
 
 
 @pytest.mark.parametrize("name", ["mamba", "lfm2", "qwen3_next"])

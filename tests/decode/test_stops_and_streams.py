@@ -162,6 +162,7 @@ class Custom(StoppingCriteria):
         self.log: list[tuple[Tensor, int]] = []
 
     def __call__(self, input_ids: Tensor, scores: tuple[Tensor, ...] | None, **kwargs: Any) -> Tensor:
+        input_ids.view(-1)  # as plain generate allows
         self.log.append((input_ids, -1 if scores is None else len(scores)))
         return self.calls == len(self.log)
 

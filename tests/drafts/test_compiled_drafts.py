@@ -398,13 +398,26 @@ def test_draws_need_few_graphs(shape: str, draft_graphs_only: None, monkeypatch:
     assert 0 < sum(graphs) <= 8
 
 
-def test_the_same_seed_gives_the_same_text_compiled_or_not(as_it_is: None) -> None:
+NUMBERS = {"temperature": 0.8, "top_k": 9, "top_p": 0.9, "min_p": 0.02, "typical_p": 0.95, "epsilon_cutoff": 0.001}
+
+
+@pytest.mark.slow
+def test_requests_with_other_numbers_share_a_graph(draft_graphs_only: None) -> None:
+    made = []
+    for change in ({}, {"temperature": 1.3, "top_k": 15, "top_p": 0.8}, {"min_p": 0.1, "typical_p": 0.8}):
+        _, out = text_and_out("eagle3", "chain", 1, do_sample=True, **NUMBERS | change)
+        made.append(out.speculation.graphs)
+    assert made[0] > 0 and made[1:] == [0, 0]
+
+
+@pytest.mark.parametrize("numbers", [{}, NUMBERS], ids=["usual", "all"])
+def test_the_same_seed_gives_the_same_text_compiled_or_not(numbers: dict[str, Any], as_it_is: None) -> None:
     model = target("llama")
     texts = []
     for ways in ({}, {"cache_implementation": "static", "compile_config": on_any_device()}):
         torch.manual_seed(7)
         options = {"speculator": draft_of("eagle3"), "speculation_config": SHAPES["chain"], "do_sample": True}
-        texts.append(generate(model, 1, **options, **ways))
+        texts.append(generate(model, 1, **options, **numbers, **ways))
     assert torch.equal(*texts)
 
 

@@ -27,8 +27,9 @@ import hf_spec.drafts.ngram.suffix_decoding
 import hf_spec.drafts.ngram.suffix_index
 from hf_spec import HybridSpeculator, NgramSpeculator, SpeculationConfig
 from hf_spec.drafts.ngram.history_file import SavedHistory, read_history
-from hf_spec.drafts.ngram.suffix_decoding import DOUBT_VOTES, best_continuations
+from hf_spec.drafts.ngram.suffix_decoding import DOUBT_VOTES, best_continuations, record_outcome
 from hf_spec.drafts.ngram.suffix_index import BLOCK, BREAK, LONGEST_MATCH, SIZES, Place, SuffixIndex
+from hf_spec.policy.acceptance import Calibration
 
 Guess = tuple[int, ...]
 
@@ -206,6 +207,21 @@ def test_a_row_that_stays_is_judged_by_its_own_chain() -> None:
     alone = trusted([[8]], [[2]], [0])
     assert trusted([[9], [8]], [[1], [2]], [1]) == alone
     assert alone != [pytest.approx(chance / 10) for chance in range(1, 10)], "it was judged"
+
+
+def test_the_end_of_a_chain_that_another_row_cut_off_is_not_judged() -> None:
+    def trusted(new: list[int]) -> list[float]:
+        calibration = Calibration()
+        record_outcome(calibration, {(1,): 0.9, (1, 2): 0.6, (1, 2, 3): 0.4}, new, scored=True)
+        return [calibration(probability) > probability for probability in (0.9, 0.6, 0.4)]
+
+    assert trusted([1]) == [True, False, False]
+    assert trusted([1, 2]) == [True, True, False]
+    calibration, untouched = Calibration(), Calibration()
+    record_outcome(calibration, {(1,): 0.9, (1, 2): 0.6}, [1], scored=True)
+    assert calibration(0.6) == untouched(0.6)
+    record_outcome(calibration, {(1,): 0.9, (1, 2): 0.6}, [1, 7], scored=True)
+    assert calibration(0.6) < untouched(0.6), "the text goes on otherwise"
 
 
 def test_longer_matches_and_common_ones_are_followed_deeper() -> None:

@@ -247,9 +247,13 @@ def test_whatever_lengths_are_chosen_the_text_is_plain_generates(
     assert out.speculation.proposed or kind == "ngram"
 
 
+@pytest.mark.parametrize("in_lockstep", [False, True])
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("kind", ["vanilla", "hybrid"])
-def test_chains_that_end_early_leave_the_text_as_it_is(kind: str, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chains_that_end_early_leave_the_text_as_it_is(
+    kind: str, rows: int, in_lockstep: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In lockstep no row's confidence says how many draft tokens count."""
     chance, asked, keep = random.Random(rows), set(), AdaptiveLength.keep_drafting
 
     def any_end(policy: AdaptiveLength, confidence: Tensor) -> bool:
@@ -263,11 +267,13 @@ def test_chains_that_end_early_leave_the_text_as_it_is(kind: str, rows: int, mon
     speculator = HybridSpeculator(draft()) if kind == "hybrid" else draft()
     inputs = prompts(rows, (9, 6, 3)[:rows], vocab_size=60)
     options = {"max_new_tokens": 40, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    if in_lockstep:
+        options["logits_processor"] = [lambda ids, scores: scores]
     expected = target().generate(**inputs, **options)
     for _ in range(2):
         out = target().generate(**inputs, **options, speculator=speculator, return_dict_in_generate=True)
         assert torch.equal(out.sequences, expected)
-    assert rows in asked
+    assert (rows in asked) != (in_lockstep and rows > 1)
 
 
 def test_chains_that_end_early_leave_the_distribution_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -483,6 +483,25 @@ def test_draft_distribution_applies_the_warpers_once_and_nothing_else() -> None:
     )
 
 
+def test_warpers_for_graphs_are_those_of_the_user() -> None:
+    logits, nothing = 3 * torch.randn(5, VOCAB), torch.empty(5, 0, dtype=torch.long)
+    known: list[LogitsProcessor] = [
+        logits_process.EpsilonLogitsWarper(0.02),
+        logits_process.MinPLogitsWarper(0.1),
+        logits_process.TemperatureLogitsWarper(0.7),
+        logits_process.TopHLogitsWarper(0.4),
+        logits_process.TopPLogitsWarper(0.8),
+        logits_process.TypicalLogitsWarper(0.7),
+        *(logits_process.TopKLogitsWarper(kept) for kept in (1, 2, 3, VOCAB - 1, VOCAB, VOCAB + 1)),
+    ]
+    for one in known:
+        expected = one(nothing, logits)
+        found = warpers.for_graphs(one, logits.device)
+        assert found is not one and torch.equal(found(nothing, logits), expected)
+        assert [value for value in vars(found).values() if isinstance(value, Tensor)], "its number is a tensor"
+        assert torch.equal(one(nothing, logits), expected), "the user's own is as it was"
+
+
 @pytest.mark.parametrize("change", [lambda scores: scores[:, :20], lambda scores: scores[:1].repeat(7, 1)])
 def test_a_pure_processor_that_gives_other_scores_than_asked(change: Callable[[Tensor], Tensor]) -> None:
     class Other(LogitsProcessor):

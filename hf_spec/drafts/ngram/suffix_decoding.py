@@ -72,11 +72,13 @@ class Texts:
 def record_outcome(calibration: Calibration, continuations: Continuations, new: Sequence[int], scored: bool) -> None:
     """Compare a chain with the ``new`` tokens: all of it if it was ``scored``, else as far as the text goes.
 
-    A chain that was not scored is judged, too: a history that was wrong once would never be believed again.
+    A chain that was not scored is judged, too: a history that was wrong once would never be believed again. In
+    lockstep a scored chain may be cut off by another row, so that the text says nothing of its end.
     """
     chain, probabilities = max(continuations, key=len, default=()), list(continuations.values())
     right = num_accepted(chain, new)
-    for place, probability in enumerate(probabilities if scored else probabilities[: len(new)]):
+    is_refuted = scored and right < len(new)
+    for place, probability in enumerate(probabilities if is_refuted else probabilities[: len(new)]):
         calibration.record(probability, place < right)
 
 

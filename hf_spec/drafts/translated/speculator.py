@@ -12,8 +12,9 @@ from transformers.utils import logging
 
 from ...device_tensors import to_list
 from ...proposal import Proposal
-from ...scoring.architectures import drops_cache, keeps_own_states, why_unsupported
+from ...scoring.architectures import keeps_own_states, why_unsupported
 from ...scoring.cache import has_states
+from ...scoring.checkpointing import drops_cache
 from ...scoring.factory import runner_for
 from ...scoring.plain import input_device, new_cache, padded, position_limit, scored_vocabulary
 from ...settings import SpeculationConfig

@@ -11,7 +11,8 @@ from transformers.utils import logging
 
 from ...device_tensors import cached_arange, to_device, to_list
 from ...proposal import Proposal
-from ...scoring.architectures import arguments_of, cross_attends, drops_cache, why_unsupported
+from ...scoring.architectures import arguments_of, cross_attends, why_unsupported
+from ...scoring.checkpointing import drops_cache
 from ...scoring.factory import runner_for
 from ...scoring.plain import input_device, new_cache, position_limit
 from ...settings import SpeculationConfig
