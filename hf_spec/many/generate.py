@@ -98,12 +98,7 @@ def generate_many(
     if speculation_config is not None and speculation_config.row_seeds is not None:
         raise ValueError("row_seeds is not for generate_many, which batches prompts by length; call generate")
     own = getattr(tokenizer, "tokenizer", tokenizer)
-    if speculator is not None and speculator is not False:  # once, not for every batch
-        other = generate_kwargs.pop("assistant_tokenizer", None)
-        target = base_model(model)
-        speculator = (
-            as_speculator(speculator, target) if other is None else with_tokenizers(speculator, target, other, own)
-        )
+    speculator = _resolved(speculator, base_model(model), own, generate_kwargs)
     given = (speculator, speculation_config, num_speculative_tokens)
     options = generate_kwargs | {name: value for name, value in zip(KEYWORDS, given, strict=True) if value is not None}
     if tokenizer is not None and option(model, options, "stop_strings"):
@@ -140,6 +135,15 @@ def _check(model: Any, prompts: Any, batch_size: int, look_ahead: int, options: 
             raise ValueError(f"{name} of the generation config is not for generate_many: {NOT_FOR_MANY[name]}")
     if option(model, options, "max_new_tokens") is None:
         raise ValueError("generate_many needs max_new_tokens, the length of the longest answer: pass it")
+
+
+def _resolved(speculator: Any, target: PreTrainedModel, tokenizer: Any, options: dict[str, Any]) -> Any:
+    """Return the draft, once for all batches; ``assistant_tokenizer`` is taken out of the ``options``."""
+    if speculator is None or speculator is False:
+        return speculator
+    if (other := options.pop("assistant_tokenizer", None)) is not None:
+        return with_tokenizers(speculator, target, other, tokenizer)
+    return as_speculator(speculator, target)
 
 
 def _decoder(model: Any, size: int, options: dict[str, Any], engine: EngineChoice) -> Batches | Engine:
