@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ..drafts.files import Checkpoint
+from ..drafts.files import Checkpoint, is_speculators
 
 
 class ForeignDraftError(ValueError):
@@ -55,11 +55,16 @@ CURE = "Serve it with the project that made it, or use another draft: hf_spec.kn
 
 
 def refuse_neighbours(checkpoint: Checkpoint) -> None:
-    """Raise a ForeignDraftError that names kind and reason if ``checkpoint`` is one of ``NEIGHBOURS``."""
+    """Raise a ForeignDraftError that names kind and reason if ``checkpoint`` is one that hf_spec does not read."""
     said, names = list(_sayings(checkpoint.config)), list(checkpoint.tensors)
     for one in NEIGHBOURS:
         if _found(one.said, said) or _found(one.tensors, names):
             raise _refusal(one, checkpoint.path)
+    if "mask_hidden" in names and not is_speculators(checkpoint.config):  # otherwise taken for EAGLE-3 or EAGLE-1
+        raise ForeignDraftError(
+            f"{checkpoint.path} is a P-EAGLE draft in a flat layout, as SpecForge writes, and hf_spec reads P-EAGLE "
+            f"in the layout of the speculators library only. {CURE}"
+        )
 
 
 def refuse_uno(path: str, adapter: Mapping[str, Any]) -> None:

@@ -21,6 +21,7 @@ from .files import (
     as_wide,
     completed,
     flat_layers,
+    head_in_part,
     in_speculators,
     is_speculators,
     names_target,
@@ -40,6 +41,8 @@ FLAT_KEYS: Known = known("block_size", "mask_token_id", "target_layer_ids", "is_
     **known("embeds_as_target"),  # which hf_spec writes for JetSpec's drafts
     **known("swa_window_size"),  # means something with use_swa only
     **known("markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov", "num_anchors"),
+    **known("confidence_head_alpha"),  # SpecForge's weight of a loss
+    "attention_mode": "gqa",
 }
 # Where flat configs keep keys: z-lab, and for the heads of DSpark SpecForge.
 INSIDE = ("dflash_config", "dspark_config")
@@ -128,9 +131,10 @@ def _causality(raw: dict[str, Any], kinds: Sequence[str]) -> dict[str, bool]:
     return {"block_causal": bool(causal), "sliding_window_non_causal": not causal}
 
 
-def flat_block_keys(config: dict[str, Any], names: Collection[str]) -> Known:
-    """Return the known keys of a flat config of a block draft, at the top level or inside ``INSIDE``."""
-    return flat_keys(config, names, {**FLAT_KEYS, **dict.fromkeys(INSIDE, FLAT_KEYS)})
+def flat_block_keys(config: dict[str, Any], names: Collection[str], **own: Any) -> Known:
+    """Return the known keys of a flat config of a block draft, at the top level or inside ``INSIDE``; ``own`` too."""
+    table = {**FLAT_KEYS, **own}
+    return flat_keys(config, names, {**table, **dict.fromkeys(INSIDE, table)})
 
 
 def outputs_of_layers(ids: Any) -> list[int]:
@@ -223,13 +227,16 @@ def engines(
         found["vLLM"].append("ends windows at each slot, where the draft was trained to end them at the root")
     if config.block_causal:
         found["llama.cpp"].append("is not known to have causal blocks")
+    found["vLLM"] += applying([*head_in_part(config), *_scales_in_vllm(config, nested)])
+    causal = config.block_causal and "full_attention" in config.layer_kinds  # vLLM takes sliding layers for causal
+    if checkpoint is not None and not nested and causal and not _tells_vllm(checkpoint.config):
+        cure = "convert to dflash" if layout == "dflash" else "set is_causal to true"
+        found["vLLM"].append(f"is not told is_causal and lets slots see later ones; {cure}")
     if not nested:
         return found
     if not (config.block_causal or config.sliding_window_non_causal) and "full_attention" in config.layer_kinds:
         cure = "" if window else "; set it to true"
         found["vLLM"].append(f"takes sliding_window_non_causal: false for causal blocks in full layers too{cure}")
-    if config.scales:
-        found["vLLM"].append(f"reads scales and caps in another layout only; convert to {layout}")
     name = (config.speculators_config or {})["verifier"].get("name_or_path")
     if not name or os.path.exists(name):
         found["vLLM"].append("needs --speculative-config: verifier.name_or_path is no Hub id")
@@ -238,6 +245,24 @@ def engines(
     for engine in ("SGLang", "llama.cpp"):
         found[engine].append(f"does not read this config; convert to {layout}")
     return found | {"speculators": in_speculators(config, SPECULATORS.name, applying(_beyond_speculators(config)))}
+
+
+def _scales_in_vllm(config: BlockSpeculatorConfig, nested: bool) -> list[tuple[bool, str]]:
+    scales, applied = config.scales, config.speculators_model_type == "dflash2"  # of which vLLM applies z-lab's
+    return [
+        (bool(scales) and not applied, f"leaves out {', '.join(scales)}"),
+        (bool(scales) and applied and nested, "reads scales and caps in another layout only; convert to dflash"),
+        (
+            config.embeds_as_target and config.input_embedding_scale == 1,
+            "leaves out embeds_as_target, which matters if the target scales its embeddings (Gemma)",
+        ),
+    ]
+
+
+def _tells_vllm(raw: dict[str, Any]) -> bool:
+    """Tell whether a flat config says in vLLM's words which slots see which."""
+    inside = raw.get("dflash_config")
+    return raw.get("is_causal") is not None or (isinstance(inside, dict) and inside.get("causal") is not None)
 
 
 def _beyond_speculators(config: BlockSpeculatorConfig) -> list[tuple[bool, str]]:

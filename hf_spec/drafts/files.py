@@ -15,6 +15,7 @@ from transformers import AutoConfig
 
 from ..config_keys import Known, flat_keys, unknown_keys
 from ..configuration import GEMMA, SpeculatorConfig
+from ..settings import is_int
 
 Config = TypeVar("Config", bound=SpeculatorConfig)
 
@@ -183,6 +184,13 @@ def flat_layers(raw: dict[str, Any], tensors: dict[str, Tensor]) -> Any:
         given["mlp_bias"] = any(name.endswith("gate_proj.bias") for name in tensors)
         if "sliding_attention" in given.get("layer_types", ()):
             given["sliding_window"] = raw.get("sliding_window")  # which transformers does not know of llama
+    width, heads = given.get("hidden_size"), given.get("num_attention_heads")
+    if kind == "llama" and is_int(width) and is_int(heads) and heads and width % heads:
+        raise ValueError(
+            f"num_attention_heads is {heads} and hidden_size {width}: transformers refuses llama layers whose heads "
+            "do not divide their width, whatever head_dim says; serve the draft with the project that made it, or "
+            "use another one"
+        )
     if given["attention_bias"]:  # transformers also gives o_proj one; EAGLE for Qwen2 does not
         for place in (f"layers.{i}.self_attn.o_proj" for i in indices):
             if (weight := tensors.get(f"{place}.weight")) is not None:
@@ -281,6 +289,14 @@ def names_target(config: SpeculatorConfig) -> bool:
 def as_wide(config: Any) -> list[tuple[bool, str]]:
     """Return whether the draft is not as wide as its target, and what speculators has to say about that."""
     return [(config.feature_size != config.layers.hidden_size, "reads only drafts that are as wide as their targets")]
+
+
+def head_in_part(config: Any) -> list[tuple[bool, str]]:
+    """Return whether the draft uses a part of the target's output layer, and what engines have to say about that."""
+    whole = config.draft_vocab_size in (None, config.layers.vocab_size)
+    cure = "convert with --self-contained TARGET"
+    sentence = f"does not cut the target's output layer down to the draft's vocabulary; {cure}"
+    return [("lm_head" in (config.shared_with_target or ()) and not whole, sentence)]
 
 
 def applying(obstacles: list[tuple[bool, str]]) -> list[str]:

@@ -54,6 +54,13 @@ def with_layer_ids(
     return config, tensors
 
 
+def features_in_vllm(config: FusingSpeculatorConfig) -> list[tuple[bool, str]]:
+    """Return whether vLLM counts the features of a speculators file wrong, and what it has to say about that."""
+    expected, count = config.layers.to_dict().get("num_aux_hidden_states", 3), config.num_features
+    is_wrong = config.layers.model_type == "llama" and count != expected
+    return [(is_wrong, f"expects {expected} features, not {count}; convert to speculators")]
+
+
 def sort_features(draft: FusingDraftModel) -> None:
     """Sort the hidden states that the draft reads, in place, and permute the weights that read them accordingly."""
     ids, width = draft.config.eagle_aux_hidden_state_layer_ids, draft.config.feature_size

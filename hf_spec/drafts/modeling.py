@@ -390,10 +390,13 @@ class DraftModel(PreTrainedModel, Speculator):
 
         With ``with_code=True`` the folder holds the code, too. Where hf_spec is not installed, ``AutoModel`` reads the
         draft with ``trust_remote_code=True``, and the folder's ``custom_generate/`` decodes with it. Without it, such
-        files of an earlier call are removed.
+        files of an earlier call are removed. Layers that the draft reads in no ascending order are sorted first, with
+        the weights that read them.
 
         Errors: those of transformers; a ValueError if the draft's code cannot be brought along.
         """
+        if (args[1] if len(args) > 1 else kwargs.get("state_dict")) is None:  # those are in the present order
+            self.sort_features()
         with_code = kwargs.pop("with_code", False) or self._with_code or self.config.code is not None
         is_main = kwargs.get("is_main_process", not args or args[0])
         if not with_code:

@@ -20,6 +20,7 @@ from hf_spec.drafts.dflash.configuration import DFlashSpeculatorConfig
 from hf_spec.drafts.dflash.modeling import DFlashDraftModel
 from hf_spec.drafts.dspark.configuration import DSparkSpeculatorConfig
 from hf_spec.drafts.dspark.modeling import DSparkDraftModel
+from hf_spec.drafts.files import Checkpoint
 from hf_spec.drafts.peagle.configuration import PEagleSpeculatorConfig
 from hf_spec.drafts.peagle.modeling import PEagleDraftModel
 from hf_spec.unroll.feedback import UnrollInput
@@ -123,6 +124,15 @@ def test_engines_say_what_is_in_the_way() -> None:
     config = DFlashSpeculatorConfig.for_target(tiny_target().config, mask_token_id=3, sample_from_anchor=True)
     assert any("root's slot" in one for one in DFlashDraftModel.engines(config)["vLLM"])
     assert '"method": "dspark"' in DSparkDraftModel.use_in_vllm(config, "some/target", "some/draft")
+    cut = {"draft_vocab_size": 40, "shared_with_target": ["embed_tokens", "lm_head"]}
+    for kind in (DFlashDraftModel, DSparkDraftModel, PEagleDraftModel):
+        found = kind.engines(config_for(kind.config_class, **cut))["vLLM"]
+        assert any("down to the draft's vocabulary; convert with --self-contained TARGET" in one for one in found)
+        assert not kind.engines(config_for(kind.config_class))["vLLM"]
+    peagle = config_for(PEagleSpeculatorConfig, fc_norm=True, eagle_aux_hidden_state_layer_ids=[1, 2])
+    found = PEagleDraftModel.engines(peagle, Checkpoint("", peagle.to_dict(), {}))["vLLM"]
+    assert "does not apply fc_norm to P-EAGLE" in found
+    assert "expects 3 features, not 2; convert to speculators" in found
 
 
 IDS = {"mask_token_id": 3, "target_layer_ids": [1, 3, 4]}

@@ -369,12 +369,23 @@ def test_unsorted_layer_ids_of_others_keep_their_meaning(tmp_path: Path) -> None
     given = {"input_ids": io["input_ids"][None, 1:], "features": io["aux_hidden_states"][None, :-1]}
     shuffled = given | {"features": given["features"][..., columns]}
     torch.testing.assert_close(draft(**shuffled).logits[0, :13], io["ttt_logits"][0], **CLOSE)
-    with pytest.raises(ValueError, match="ascending"):
-        draft.save_pretrained(tmp_path / "saved")
+    expected = draft(**shuffled).logits
+    with pytest.raises(ValueError, match="ascending"):  # because those weights stay as they are
+        draft.save_pretrained(tmp_path / "given", state_dict=draft.state_dict())
+    draft.save_pretrained(tmp_path / "saved")
     convert(path, tmp_path / "out")
-    again = AutoModel.from_pretrained(tmp_path / "out")
-    assert again.feature_layers(tiny_target()) == (2, 4, 5)
-    torch.testing.assert_close(again(**given).logits, draft(**shuffled).logits)
+    for place in ("saved", "out"):
+        again = AutoModel.from_pretrained(tmp_path / place)
+        assert again.feature_layers(tiny_target()) == (2, 4, 5)
+        torch.testing.assert_close(again(**given).logits, expected)
+    torch.testing.assert_close(draft(**given).logits, expected)
+
+
+def test_heads_that_do_not_divide_the_width_are_named(tmp_path: Path) -> None:
+    path = copy_of("eagle3_orig_a", tmp_path / "draft")
+    edit_config(path, num_attention_heads=6, head_dim=8, num_key_value_heads=2)
+    with pytest.raises(ValueError, match="num_attention_heads is 6 and hidden_size 32: transformers refuses"):
+        AutoDraftModel.from_pretrained(path)
 
 
 def test_positions_are_raised_to_those_of_the_target() -> None:

@@ -120,6 +120,33 @@ def test_a_value_that_means_another_layer_is_told() -> None:
     assert unknown_keys({"a": 1}, {"a": True}) == ["a=1"]
 
 
+@pytest.mark.parametrize(
+    ("layout", "place", "usual", "other"),
+    [
+        (
+            "eagle3 specforge",
+            None,
+            {"target_model_type": "llama", "reuse_target_lm_head": True, "additional_fc": False},
+            {"additional_fc": True},
+        ),
+        (
+            "dspark deepspec",
+            "dflash_config",
+            {"projector_type": "dspark", "confidence_head_alpha": 1.0, "attention_mode": "gqa"},
+            {"projector_type": "own", "attention_mode": "mla"},
+        ),
+    ],
+)
+def test_what_specforge_always_writes_is_known(
+    layout: str, place: str | None, usual: dict[str, Any], other: dict[str, Any]
+) -> None:
+    checkpoint, found = of_layout(layout), find_format(of_layout(layout))
+    for given, told in ((usual, {}), (other, other)):
+        changed = checkpoint.config | ({place: (checkpoint.config.get(place) or {}) | given} if place else given)
+        said = [f"{place}.{name}={value!r}" if place else f"{name}={value!r}" for name, value in told.items()]
+        assert found.unknown(changed, checkpoint.tensors) == said
+
+
 def test_the_auto_classes_tell_it_too(tmp_path: Path, told: pytest.LogCaptureFixture) -> None:
     source = Path(demo.path("draft-dspark"))
     config = json.loads((source / "config.json").read_text())
@@ -169,6 +196,14 @@ def test_neighbours_are_refused_by_name(name: str, tmp_path: Path) -> None:
     target: Any = None  # which is not reached
     with pytest.raises(ForeignDraftError, match=name):
         load_draft(tmp_path, target)
+
+
+def test_a_flat_file_of_p_eagle_is_refused_by_name() -> None:
+    checkpoint = of_layout("eagle3 modelopt")
+    assert find_format(checkpoint).name == "modelopt"
+    flat = Checkpoint("here", checkpoint.config, checkpoint.tensors | {"mask_hidden": torch.zeros(1)})
+    with pytest.raises(ForeignDraftError, match=r"here is a P-EAGLE draft in a flat layout.*Serve it with"):
+        find_format(flat)
 
 
 def test_the_reason_for_eagle4_is_its_licence() -> None:

@@ -16,6 +16,7 @@ from twins import tokenizer
 from hf_spec import demo
 from hf_spec.checkpoints.auto import AutoDraftModel
 from hf_spec.checkpoints.conversion import convert
+from hf_spec.checkpoints.inspection import inspect
 from hf_spec.checkpoints.trimming import frequent, read_vocabulary, trimmed
 from hf_spec.cli import main
 
@@ -52,6 +53,8 @@ def test_logits_of_kept_tokens_stay(case: str, tmp_path: Path) -> None:
     assert torch.isinf(small.over_target(after)[..., 50]).all()
     assert small.config.shared_with_target == draft.config.shared_with_target
     convert(GOLDENS / case / "checkpoint", tmp_path / "small", vocabulary=KEPT)
+    lends = any("--self-contained TARGET" in one for one in inspect(tmp_path / "small").engines["vLLM"])
+    assert lends == ("lm_head" in (small.config.shared_with_target or ()))
     for loader in (AutoModel, AutoDraftModel):
         again = loader.from_pretrained(tmp_path / "small", dtype=torch.float32)
         if again.config.shared_with_target:

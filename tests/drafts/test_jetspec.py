@@ -190,6 +190,8 @@ def test_embeddings_are_scaled_as_the_targets_where_its_own_files_say_nothing(
             del given["is_causal"]
             given["dflash_config"]["final_logit_softcapping"] = 30.0  # of Gemma's logits, and says nothing of these
             file.write_text(json.dumps(given))
+        told = any("leaves out embeds_as_target" in one for one in inspect(tmp_path / "flat").engines["vLLM"])
+        assert told is says_nothing
         for folder in ("flat", "again"):
             found = AutoDraftModel.from_pretrained(tmp_path / folder, target=model, dtype=dtype)
             raw, scaled = (
@@ -301,6 +303,8 @@ def test_files_say_which_slots_see_which(
 ) -> None:
     draft = AutoDraftModel.from_pretrained(rewritten(tmp_path, changes, inside), dtype=torch.float32)
     assert (draft.config.block_causal, draft.config.sliding_window_non_causal) == expected
+    objected = [one for one in inspect(tmp_path / "draft").engines["vLLM"] if "later ones; convert to dflash" in one]
+    assert bool(objected) == (inside == {"causal_head": True})  # which vLLM does not know
     convert(tmp_path / "draft", tmp_path / "nested")
     convert(tmp_path / "nested", tmp_path / "flat", "dflash")
     for place in ("nested", "flat"):
@@ -309,6 +313,7 @@ def test_files_say_which_slots_see_which(
     raw = json.loads((tmp_path / "flat" / "config.json").read_text())
     assert raw.get("is_causal") == {(True, False): True, (False, True): False}.get(expected)
     assert raw["dflash_config"].get("causal_head", False) is expected[0]
+    assert "see later ones" not in str(inspect(tmp_path / "flat"))
 
 
 def test_contradictions_are_refused(tmp_path: Path) -> None:
@@ -365,7 +370,9 @@ def test_scales_and_caps_change_the_numbers_as_they_say(tmp_path: Path) -> None:
     convert(tmp_path / "saved", tmp_path / "flat", "dflash")
     again = AutoDraftModel.from_pretrained(tmp_path / "flat").config
     assert (again.input_embedding_scale, again.output_multiplier, again.final_logit_softcapping) == (1.7, 0.6, 7.0)
-    assert any("scales and caps" in one for one in inspect(tmp_path / "saved").engines["vLLM"])
+    for place in ("saved", "flat"):
+        (found,) = [one for one in inspect(tmp_path / place).engines["vLLM"] if "leaves out" in one]
+        assert found == "leaves out input_embedding_scale, output_multiplier, final_logit_softcapping"
 
 
 def test_files_tell_vllm_how_slots_see_each_other(tmp_path: Path) -> None:

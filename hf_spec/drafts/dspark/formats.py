@@ -16,6 +16,7 @@ from typing import Any
 
 from torch import Tensor
 
+from ...config_keys import Known
 from ...configuration import GEMMA
 from ..block_files import (
     Read,
@@ -54,6 +55,10 @@ def _read_deepspec(raw: dict[str, Any], tensors: dict[str, Tensor]) -> Read:
     )
 
 
+def _keys(config: dict[str, Any], names: Collection[str]) -> Known:
+    return flat_block_keys(config, names, projector_type="dspark")  # SpecForge's name of the kind
+
+
 def write_deepspec(draft: Any) -> Files:
     """Write the layout of DeepSpec, for SGLang, vLLM and llama.cpp."""
     config: DSparkSpeculatorConfig = draft.config
@@ -75,5 +80,5 @@ def write_deepspec(draft: Any) -> Files:
 
 FORMATS = (
     block_format(DSparkSpeculatorConfig),
-    Format("deepspec", _is_deepspec, _read_deepspec, "DeepSpec", keys=flat_block_keys),
+    Format("deepspec", _is_deepspec, _read_deepspec, "DeepSpec", keys=_keys),
 )

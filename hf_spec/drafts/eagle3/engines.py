@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 
 from ...configuration import GEMMA
-from ..files import Checkpoint, applying, as_wide, in_speculators, names_target
+from ..files import Checkpoint, applying, as_wide, head_in_part, in_speculators, names_target
+from ..fusing_files import features_in_vllm
 from .configuration import Eagle3SpeculatorConfig
 
 # A key that only hf_spec writes into a flat config: there norm_output has the meaning of the serving engines.
@@ -61,7 +62,7 @@ def beyond_flat(config: Eagle3SpeculatorConfig) -> list[str]:
                 config.num_features * config.feature_size == layers.hidden_size,
                 "takes a single feature for a state fed back",
             ),
-            (_lends_part_of_head(config), "does not cut the target's output layer down to the draft's vocabulary"),
+            *head_in_part(config),
             ("sliding_attention" in (getattr(layers, "layer_types", None) or ()), "has no sliding window"),
             (config.norm_before_residual, "does not know norm_before_residual"),
             (not config.norm_before_lm_head, "always norms before the head"),
@@ -81,7 +82,6 @@ def beyond_eagle3(config: Eagle3SpeculatorConfig) -> list[str]:
 def _vllm(checkpoint: Checkpoint, layout: str, config: Eagle3SpeculatorConfig) -> Obstacles:
     raw, ids, nested = checkpoint.config, config.eagle_aux_hidden_state_layer_ids or [], layout == "speculators"
     name = (config.speculators_config or {})["verifier"].get("name_or_path")
-    kind, expected = config.layers.model_type, config.layers.to_dict().get("num_aux_hidden_states", 3)
     only_outputs = "eagle_config" in raw and "eagle_aux_hidden_state_layer_ids" not in raw
     both = "speculators" if beyond_flat(config) else "sglang, which names both"
     return [
@@ -96,10 +96,7 @@ def _vllm(checkpoint: Checkpoint, layout: str, config: Eagle3SpeculatorConfig) -
             _misread_norm_output(checkpoint, layout),
             "feeds back the normed output, unlike SpecForge in training; convert it",
         ),
-        (
-            nested and kind == "llama" and config.num_features != expected,
-            f"expects {expected} features, not {config.num_features}; convert to speculators",
-        ),
+        *(features_in_vllm(config) if nested else ()),
         *_beyond_vllm(config),
     ]
 
@@ -110,12 +107,8 @@ def _beyond_vllm(config: Eagle3SpeculatorConfig) -> Obstacles:
         (is_gemma(config), "serves no EAGLE-3 of Gemma 4's layers"),
         (not config.norm_before_lm_head, "always norms before the head"),
         (biased, "has no bias in the output of qwen3's attention"),
-        (_lends_part_of_head(config), "does not cut the target's output layer down to the draft's vocabulary"),
+        *head_in_part(config),
     ]
-
-
-def _lends_part_of_head(config: Eagle3SpeculatorConfig) -> bool:
-    return "lm_head" in (config.shared_with_target or ()) and config.draft_vocab_size != config.layers.vocab_size
 
 
 def _sglang(checkpoint: Checkpoint, layout: str, config: Eagle3SpeculatorConfig) -> Obstacles:

@@ -34,6 +34,8 @@ FLAT_KEYS: Known = FLAGS | {
     **known("bias", "num_aux_hidden_states", "target_hidden_size", SERVED_FLAGS),
     **known("draft_num_hidden_layers", "num_target_layers", "step_loss_decay", "target_layer_ids"),  # DeepSpec's
     **known("target_model_name_or_path", "ttt_length"),
+    **known("target_model_type", "reuse_target_lm_head"),  # SpecForge's, for its training
+    "additional_fc": False,
     "eagle_config": FLAGS
     | {
         **dict.fromkeys(("use_aux_hidden_state", "use_input_layernorm_in_first_layer", "use_last_layernorm"), True),

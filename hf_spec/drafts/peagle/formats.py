@@ -7,8 +7,17 @@ from typing import Any
 
 from torch import Tensor
 
-from ..files import SPECULATORS, Checkpoint, applying, as_wide, in_speculators, names_target, speculators_format
-from ..fusing_files import Read, read_speculators
+from ..files import (
+    SPECULATORS,
+    Checkpoint,
+    applying,
+    as_wide,
+    head_in_part,
+    in_speculators,
+    names_target,
+    speculators_format,
+)
+from ..fusing_files import Read, features_in_vllm, read_speculators
 from .configuration import PEagleSpeculatorConfig
 
 
@@ -26,6 +35,9 @@ def engines(config: PEagleSpeculatorConfig, checkpoint: Checkpoint | None) -> di
     vllm = applying(
         [
             (not config.norm_before_lm_head, "always norms before the head"),
+            (config.fc_norm, "does not apply fc_norm to P-EAGLE"),
+            *head_in_part(config),
+            *(features_in_vllm(config) if checkpoint is not None else ()),
             (ids != sorted(ids), f"sorts the layer ids {ids} and so permutes the features; convert to speculators"),
             (
                 checkpoint is not None and (not name or os.path.exists(name)),
