@@ -17,6 +17,7 @@ from ..decode.refusals import Refusal
 from ..defaults import default_speculator, fill_in
 from ..invariance.mode import is_invariant
 from ..scoring.adapters import base_model, why_in_generate
+from ..scoring.trials import in_evaluation
 from ..settings import SpeculationConfig
 from .prompts import Completion, Pending
 
@@ -40,13 +41,14 @@ class Engine:
         new = self.config.max_new_tokens
         hints = WorkloadHints(max(len(one.ids) for one in prompts), new, len(prompts))
         given = self.options.get("continuous_batching_config")
-        with self.model.continuous_batching_context_manager(
+        engine = self.model.continuous_batching_context_manager(
             generation_config=self.config,
             continuous_batching_config=sized(self.model, given, hints, min(self.size, len(prompts))),
             warmup=False,
             workload_hints=hints,
             **{name: self.options[name] for name in KEYWORDS if name in self.options},
-        ) as manager:
+        )
+        with in_evaluation(base_model(self.model)), engine as manager:  # a manager leaves the model in that mode
             try:
                 for name, one in waiting.items():
                     manager.add_request(one.ids, request_id=name, max_new_tokens=new)

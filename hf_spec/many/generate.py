@@ -35,6 +35,8 @@ NOT_FOR_MANY = {
     "input_ids": "pass prompts",
     "inputs_embeds": "pass prompts as token ids",
     "attention_mask": "pass prompts, which are padded here",
+    "negative_prompt_ids": "batches have other prompts; call generate",
+    "negative_prompt_attention_mask": "batches have other prompts; call generate",
     "past_key_values": "every prompt is read from its beginning",
     "cache": "every prompt is read from its beginning",
     "streamer": "completions come one by one; stream one prompt with generate",

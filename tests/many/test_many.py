@@ -384,6 +384,18 @@ def test_rotary_frequencies_that_the_engine_would_share(speculator: str | None) 
         assert many(model, prompts) == alone(model, prompts)
 
 
+def test_a_policy_is_in_training_mode_again_afterwards() -> None:
+    model = copy.deepcopy(target()).train()
+    model.lm_head.eval()
+    before = [module.training for module in model.modules()]
+    for answered in (1, 3):
+        answers = generate_many(model, texts()[:3], engine="generate_batch", **QUIET, **GREEDY)
+        for _ in range(answered):
+            next(answers)
+        answers.close()  # type: ignore[attr-defined]
+        assert [module.training for module in model.modules()] == before
+
+
 def test_models_that_the_engine_does_not_take() -> None:
     for name in ("mamba", "jamba"):
         with pytest.raises(ValueError, match="generate_batch cannot answer"):
@@ -490,6 +502,7 @@ def test_the_models_default_speculator_is_used_and_refused_calls_are_plain() -> 
         ({"generation_config": GenerationConfig(do_sample=True, num_return_sequences=3)}, "pass each prompt as often"),
         ({"generation_config": GenerationConfig(min_length=30)}, "use min_new_tokens"),
         ({"streamer": object()}, "stream one prompt with generate"),
+        ({"guidance_scale": 1.5, "negative_prompt_ids": torch.ones(1, 2)}, "batches have other prompts"),
         ({"batch_size": 0}, "batch_size is 0"),
         ({"batch_size": "2"}, "batch_size is '2'; set a whole number"),
         ({"look_ahead": 0}, "look_ahead is 0"),
