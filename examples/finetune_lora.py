@@ -5,7 +5,8 @@
 `--draft` is a draft of any kind and format, or a draft model. The adapter goes with the draft that it was
 trained on:
 
-    draft = PeftModel.from_pretrained(AutoModel.from_pretrained("ORG/DRAFT"), "adapter")
+    base = hf_spec.AutoDraftModel.from_pretrained("ORG/DRAFT", target=target)  # or a draft model, as it is
+    draft = PeftModel.from_pretrained(base, "adapter")
     target.generate(**inputs, speculator=draft)
 
 `--merged` writes the draft with the adapter in its weights, for vLLM and others that know no adapters of drafts.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from importlib.metadata import PackageNotFoundError, metadata
 from typing import Any
 
@@ -28,6 +28,21 @@ CHAT_PROMPT = (
 )
 
 
+def check_card_options(names: Collection[str]) -> None:
+    """Raise a TypeError unless ``names`` are options that ``create_model_card`` takes."""
+    if not (others := sorted(set(names) - {"license", "tags", "dataset", "model_name"})):
+        return
+    cure = "; draft.push_to_hub(..., with_code=True) uploads the code" if "with_code" in others else ""
+    raise TypeError(
+        f"the model card has no place for {', '.join(others)}: it takes license, tags, dataset and model_name{cure}"
+    )
+
+
+def names_of(given: str | Sequence[str] | None) -> list[str]:
+    """Return one name or several as a list."""
+    return [given] if isinstance(given, str) else list(given or ())
+
+
 def is_chat(tokenizer: Any, examples: Any) -> bool:
     """Tell whether ``examples`` were made from conversations. In plain text every token is an answer token."""
     if getattr(tokenizer, "chat_template", None) is None:
@@ -51,12 +66,13 @@ def model_card(
     best_step: int | None = None,
     chat: bool = False,
     draft_name: str | None = None,
+    tags: Sequence[str] = (),
 ) -> str:
     """Return a README for the Hub: target, recipe, measurements, and how to load the draft.
 
     ``base`` is the draft's name if an adapter on it is saved. ``examples`` counts the training examples.
     ``best_step`` is the step whose weights were loaded when training ended. ``chat``: trained on conversations.
-    ``draft_name`` is that of the repository, where it differs from ``hub_model_id``.
+    ``draft_name`` is that of the repository, where it differs from ``hub_model_id``. ``tags`` are added to ours.
     """
     draft_name = draft_name or args.hub_model_id or "this-draft"
     name = target_name or hub_name(target.config.name_or_path)
@@ -64,7 +80,7 @@ def model_card(
     what = f"{kind} draft" if base is None else f"adapter on a draft ({kind})"
     adapter = adapter_of(target)
     parts = [
-        _front_matter(name, kind, args, base),
+        _front_matter(name, kind, args, base, tags),
         f"# {what} for {name or type(target).__name__}{f' with {adapter}' if adapter else ''}",
         f"Drafts tokens for speculative decoding of {_link(name, type(target).__name__)}"
         f"{f' with the adapter {adapter}' if adapter else ''}. It has {_millions(draft)} parameters. The text stays "
@@ -75,7 +91,7 @@ def model_card(
         + _usage_in_vllm(draft, name or "the-target", draft_name, base),
         "## Measured\n\n" + _measured(args, history, best_step),
         "## Training\n\n" + _recipe(args, steps, history, examples),
-        "## Licence\n\n" + _licence(args.license, _has_weights_of(draft, target)),
+        "## Licence\n\n" + _licence(args.license, _origin(draft, target) if base is None else ""),
     ]
     if warnings := serving_warnings(draft, target):
         parts.append("## Limits\n\n" + "\n".join(f"- {warning}" for warning in warnings))
@@ -122,24 +138,32 @@ def _install(peft: bool) -> str:
     return f"```sh\npip install {f'{source} peft' if peft else source}\n```\n\n"
 
 
-def _has_weights_of(draft: Any, target: PreTrainedModel) -> bool:
-    """Tell whether embeddings and output layer of ``draft`` began as those of ``target``: see ``new_draft``."""
-    width = target.config.get_text_config(decoder=True).hidden_size
-    return isinstance(draft, DraftModel) and draft.layer_config.hidden_size == width
-
-
-def _licence(name: str | None, has_weights_of_target: bool) -> str:
+def _licence(name: str | None, origin: str) -> str:
     own = f"The draft's own: {name}." if name else "None is named for the draft."
-    if not has_weights_of_target:
-        return own
-    return f"{own} Its embeddings and output layer began as the target's, whose licence applies to them."
+    return f"{own} {origin}".rstrip()
 
 
-def _front_matter(target: str | None, kind: str, args: DraftTrainingArguments, base: str | None) -> str:
+def _origin(draft: Any, target: PreTrainedModel) -> str:
+    """Say whose weights ``draft`` began with: another draft's, or some of the target's, see ``new_draft``."""
+    if not isinstance(draft, DraftModel):
+        return ""
+    if place := draft.config.name_or_path:
+        return f"Training went on from {hub_name(place) or 'another draft'}, whose licence applies, too."
+    own = {"embeddings": draft.embed_tokens is not None, "output layer": bool(draft.output_layers)}
+    parts = " and ".join(name for name, is_own in own.items() if is_own)
+    width = target.config.get_text_config(decoder=True).hidden_size
+    if not parts or draft.layer_config.hidden_size != width:
+        return ""
+    return f"Its {parts} began as the target's, whose licence applies to that."
+
+
+def _front_matter(
+    target: str | None, kind: str, args: DraftTrainingArguments, base: str | None, tags: Sequence[str]
+) -> str:
     card = ModelCardData(
         license=args.license,
         library_name="transformers" if base is None else "peft",
-        tags=["speculative-decoding", "hf_spec", kind],
+        tags=list(dict.fromkeys(("speculative-decoding", "hf_spec", kind, *tags))),
         base_model=target if base is None else hub_name(base),
         datasets=_datasets(args.data_name or ""),
     )
@@ -164,12 +188,15 @@ def _millions(draft: Any) -> str:
 def _snippet(draft: Any, target: Any, names: tuple[str, str], here: str, base: str | None, chat: bool) -> str:
     """Return Python code that uses the draft at ``here`` with ``target``; ``names``: its own, its adapter's or ""."""
     loader = "AutoModel" if isinstance(draft, DraftModel) else "AutoModelForCausalLM"
+    place = here if base is None else hub_name(base) or "the-draft"
+    loaded = f'{loader}.from_pretrained("{place}")'
+    if base is not None and isinstance(draft, DraftModel):  # of any format, and AutoModel reads one of them
+        loader, loaded = "", f'hf_spec.AutoDraftModel.from_pretrained("{place}", target=target)'
     of_target = loader_of(target.config).__name__
     name, adapter = names
     imports = ["import hf_spec", *(["from peft import PeftModel"] if base is not None or adapter else [])]
-    loaders = dict.fromkeys((loader, of_target, "AutoTokenizer"))
+    loaders = dict.fromkeys(filter(None, (loader, of_target, "AutoTokenizer")))
     imports += [f"from transformers import {', '.join(loaders)}"]
-    loaded = f'{loader}.from_pretrained("{here if base is None else hub_name(base) or "the-draft"}")'
     if base is not None:
         loaded = f'PeftModel.from_pretrained({loaded}, "{here}")'
     target_code = f'{of_target}.from_pretrained("{name}")'

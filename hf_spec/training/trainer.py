@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
+import inspect
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -26,7 +28,7 @@ from ..versions import CHECKPOINTING_ARGUMENT
 from ..whole_files import write_files
 from . import muon, sharding
 from .arguments import DraftTrainingArguments
-from .card import is_chat, model_card
+from .card import check_card_options, is_chat, model_card, names_of
 from .checks import check_arguments, check_before_saving, check_call, check_finite, name_target
 from .data import DraftCollator, check_examples
 from .evaluation import acceptance, measure, prompts_of, sums_of, token_ids
@@ -142,6 +144,8 @@ class DraftTrainer(Trainer):
         if getattr(self.target, "hf_device_map", None) is None and self.target.device != args.device:
             cast(Any, self.target).to(args.device)
         if isinstance(draft, DraftModel):
+            if self._peft_config is None and draft is model:
+                draft.sort_features()  # as it will be saved; an adapter belongs to the draft as its files have it
             draft.bind(self.target)  # once the target is where it stays: bind may copy rows of its output layer
             for layer in draft.output_layers if args.freeze_lm_head else ():
                 layer.requires_grad_(False)
@@ -461,22 +465,37 @@ class DraftTrainer(Trainer):
         with explain_full_disk(f"the draft in {output_dir or self.args.output_dir}"):
             super().save_model(output_dir, _internal_call)
 
-    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
-        """Write the model card of hf_spec; transformers' own card does not name the target."""
+    def push_to_hub(self, *args: Any, **kwargs: Any) -> Any:
+        """Upload as ``Trainer`` does; other options are those of ``create_model_card``."""
+        check_card_options(kwargs.keys() - inspect.signature(super().push_to_hub).parameters.keys())
+        return super().push_to_hub(*args, **kwargs)
+
+    def create_model_card(self, **options: Any) -> None:  # type: ignore[override]
+        """Write the model card of hf_spec; transformers' own card does not name the target.
+
+        ``license``, ``tags`` and ``dataset`` are written into it, the last two as a name or a list of names.
+        ``model_name`` changes nothing. Errors: a TypeError for other options.
+        """
+        check_card_options(options.keys())
         if self.is_world_process_zero():
-            self._write_card(cast(str, self.args.output_dir))
+            self._write_card(cast(str, self.args.output_dir), **options)
 
     @property
     def _target_name(self) -> str | None:
         return self.settings.target_name or hub_name(self.target.config.name_or_path)
 
-    def _write_card(self, directory: str) -> None:
+    def _write_card(
+        self, directory: str, license: str | None = None, tags: Any = None, dataset: Any = None, model_name: Any = None
+    ) -> None:
         model: Any = self.accelerator.unwrap_model(self.model)
         data: Any = self.train_dataset
+        args = copy.copy(self.settings)
+        args.license = license or args.license
+        args.data_name = ", ".join(names_of(dataset)) or args.data_name
         card = model_card(
             self.draft,
             self.target,
-            self.settings,
+            args,
             self._steps,
             self.state.log_history,
             base=None if model is self.draft else model.active_peft_config.base_model_name_or_path or "",
@@ -485,5 +504,6 @@ class DraftTrainer(Trainer):
             best_step=self.state.best_global_step if self.args.load_best_model_at_end else None,
             chat=is_chat(self.processing_class, data),
             draft_name=getattr(self, "hub_model_id", None),  # with the owner, once there is a repository
+            tags=names_of(tags),
         )
         write_files({"README.md": card}, directory)

@@ -18,7 +18,7 @@ from hub import running
 from huggingface_hub import ModelCard
 from huggingface_hub.utils import filter_repo_objects
 from pairs import usual
-from test_trainer import arguments, eagle1, eagle3, losses, medusa, mtp, sharp_target, text, vanilla
+from test_trainer import arguments, eagle1, eagle3, losses, medusa, medusa_sharing, mtp, sharp_target, text, vanilla
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
 import hf_spec
@@ -58,14 +58,19 @@ def test_a_saved_adapter_guesses_as_the_trained_one_and_as_the_merged_draft(make
     lora = peft.LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False)
     trainer = trained(load.from_pretrained(tmp_path / "base"), target, tmp_path / "adapter", peft_config=lora)
     assert not (tmp_path / "adapter" / "model.safetensors").exists()
-    loaded = peft.PeftModel.from_pretrained(load.from_pretrained(tmp_path / "base"), tmp_path / "adapter")
+    card = (tmp_path / "adapter" / "README.md").read_text(encoding="utf-8")
+    (line,) = re.findall(r"^draft = (.*)$", card, re.MULTILINE)
+    assert ("hf_spec.AutoDraftModel.from_pretrained" in line) == (make is not vanilla)  # which is a language model
+    loaded = eval(
+        line.replace("the-draft", str(tmp_path / "base")).replace("this-draft", str(tmp_path / "adapter")),
+        {"hf_spec": hf_spec, "PeftModel": peft.PeftModel, "AutoModelForCausalLM": load, "target": target},
+    )
     outputs = []
     for draft in (trainer.model, loaded, loaded.merge_and_unload(), load.from_pretrained(tmp_path / "base")):
         out = target.generate(IDS, speculator=draft, return_dict_in_generate=True, max_new_tokens=40, do_sample=False)
         assert torch.equal(out.sequences, target.generate(IDS, max_new_tokens=40, do_sample=False))
         outputs.append([row.drafted for row in out.speculation.per_row])
     assert outputs[0] == outputs[1] == outputs[2]
-    card = (tmp_path / "adapter" / "README.md").read_text(encoding="utf-8")
     assert "draft = PeftModel.from_pretrained(" in card and "# adapter on a draft" in card
     assert "library_name: peft" in card and str(tmp_path) not in card
     assert "`draft.merge_and_unload()` first" in card
@@ -99,6 +104,9 @@ EXPECTED = {
 }
 
 
+OWN = {eagle3: "embeddings and output layer", mtp: "output layer", medusa: "output layer", eagle1: "embeddings"}
+
+
 @pytest.mark.parametrize("make", EXPECTED)
 def test_a_card_says_how_to_use_the_draft(make: Any, tmp_path: Path) -> None:
     target = sharp_target()
@@ -108,7 +116,7 @@ def test_a_card_says_how_to_use_the_draft(make: Any, tmp_path: Path) -> None:
     assert EXPECTED[make] in card.text
     assert card.data.base_model == "org/target" and card.data.datasets == ["org/chats"]
     assert "| data | org/chats, 4 examples |" in card.text
-    assert ("began as the target's" in card.text) == (make is not vanilla)
+    assert re.findall(r"Its (.*) began as the target's", card.text) == ([OWN[make]] if make in OWN else [])
     loader = "AutoModelForCausalLM" if make is vanilla else "AutoModel"
     assert f'draft = {loader}.from_pretrained("me/draft")' in card.text
     assert 'target = AutoModelForCausalLM.from_pretrained("org/target")' in card.text
@@ -287,6 +295,31 @@ def test_a_card_names_the_repository_that_was_made(tmp_path: Path) -> None:
     assert 'from_pretrained("me/made")' in (tmp_path / "README.md").read_text(encoding="utf-8")
 
 
+def test_a_card_says_whose_weights_a_draft_began_with(tmp_path: Path) -> None:
+    target, args = sharp_target(), arguments(tmp_path)
+    assert "None is named for the draft.\n\n## Limits" in model_card(medusa_sharing(target), target, args, 0, [])
+    draft = eagle3(target)
+    for place, said in (("org/first", "from org/first, whose"), (str(tmp_path), "from another draft, whose")):
+        draft.config.name_or_path = place
+        card = model_card(draft, target, args, 0, [])
+        assert f"Training went on {said} licence applies, too." in card and "began as" not in card
+
+
+def test_a_card_takes_the_options_of_an_upload(tmp_path: Path) -> None:
+    target = sharp_target()
+    trainer = DraftTrainer(eagle3(target), target, arguments(tmp_path), train_dataset=text())
+    trainer.create_model_card(license="mit", tags="tiny", dataset=["org/chats", "org/code"], model_name="draft")
+    card = ModelCard.load(tmp_path / "README.md")
+    assert card.data.license == "mit" and "The draft's own: mit." in card.text
+    assert card.data.tags == ["speculative-decoding", "hf_spec", "eagle3", "tiny"]
+    assert card.data.datasets == ["org/chats", "org/code"]
+    assert "| data | org/chats, org/code, 4 examples |" in card.text
+    with pytest.raises(TypeError, match=r"no place for language: it takes license, tags, dataset and model_name$"):
+        trainer.create_model_card(language="en")
+    with pytest.raises(TypeError, match=r"no place for with_code: .*; draft\.push_to_hub\(\.\.\., with_code=True\)"):
+        trainer.push_to_hub("a message", with_code=True)  # before a Hub is asked
+
+
 def test_a_card_loads_a_target_that_reads_images(tmp_path: Path) -> None:
     target = build("vl:llava")
     card = model_card(medusa(target), target, arguments(tmp_path), 0, [])
@@ -357,6 +390,17 @@ def test_what_no_engine_serves_is_said_before_training(tmp_path: Path, caplog: A
     assert caplog.text.count("SGLang does not know norm_before_residual") == 1
 
 
+def test_layers_in_another_order_are_sorted_for_training(tmp_path: Path) -> None:
+    """But not for an adapter, which belongs to the draft as its files have it."""
+    target, given, lora = sharp_target(), [5, 2, 4], peft.LoraConfig(r=2, target_modules=["fc"])
+    for options, expected in (({}, (2, 4, 5)), ({"peft_config": lora}, (5, 2, 4))):
+        draft = eagle3(target)
+        draft.config.eagle_aux_hidden_state_layer_ids = list(given)
+        trainer = trained(draft, target, tmp_path / str(len(options)), **options)
+        assert trainer._reader.feature_layers == draft.feature_layers(target) == expected
+    assert AutoModel.from_pretrained(tmp_path / "0").config.eagle_aux_hidden_state_layer_ids == [2, 4, 5]
+
+
 def test_a_vocabulary_that_does_not_ascend_is_not_saved(tmp_path: Path) -> None:
     target = sharp_target()
     draft = eagle3(target, 40)
@@ -379,7 +423,7 @@ from hf_spec import demo
 target = sharp_target()
 tokenizer = AutoTokenizer.from_pretrained(demo.path())
 trainer = trained(eagle3(target, 40), target, Path({folder!r}), processing_class=tokenizer, hub_model_id="me/draft")
-trainer.push_to_hub()
+trainer.push_to_hub(license="mit")
 loaded = AutoModel.from_pretrained("me/draft")
 for name, tensor in trainer.draft.state_dict().items():
     assert tensor.equal(loaded.state_dict()[name]), name
@@ -406,3 +450,4 @@ def test_a_draft_is_pushed_to_a_hub_and_loaded_from_there(tmp_path: Path) -> Non
     assert not [name for name in hub.files if name.startswith("checkpoint-")]
     assert hub.objects  # the weights were uploaded as a large file
     assert b'draft = AutoModel.from_pretrained("me/draft")' in hub.files["README.md"]
+    assert b"license: mit" in hub.files["README.md"]
