@@ -49,7 +49,7 @@ def refuse_request(body: dict[str, Any], policy: Policy, needs: str | None = Non
     _fill_in(body, needs)
     _refuse_values(body, FIELDS)
     if (given := body.get("generation_config")) is not None:
-        _refuse_settings(given, policy)
+        body["generation_config"] = json.dumps(_settings(given, policy))
     if body.get("seed") is not None and not takes_seeds:
         refuse("seed", "all requests draw from one generator here; leave it out, or start the server without "
             "--continuous-batching")  # fmt: skip
@@ -105,7 +105,8 @@ def _read_by(template: str | None) -> frozenset[str]:
     return frozenset(_get_template_variables(template) - ARGUMENTS - READ_ANYWAY)
 
 
-def _refuse_settings(given: str, policy: Policy) -> None:
+def _settings(given: str, policy: Policy) -> dict[str, Any]:
+    """Return the settings of ``generation_config``, with the numbers that transformers takes."""
     try:
         settings = json.loads(given)
         if not isinstance(settings, dict):
@@ -119,10 +120,17 @@ def _refuse_settings(given: str, policy: Policy) -> None:
     _refuse_values(settings, SETTINGS, where)
     if (settings.get("num_beams") or 1) > policy.max_beams:
         refuse(where + "num_beams", f"this server takes at most {policy.max_beams} (--max-beams)")
+    for name in settings.keys() & {"temperature", "repetition_penalty"}:
+        settings[name] = settings[name] and float(settings[name])  # no integers, which is what JavaScript writes
+    if settings.get("sequence_bias"):
+        settings["sequence_bias"] = [[tokens, float(bias)] for tokens, bias in settings["sequence_bias"]]
+    if settings.get("temperature") == 0:
+        settings |= {"temperature": None, "do_sample": False}
     try:
         GenerationConfig(**settings)  # checks some combinations of values
     except (TypeError, ValueError, AttributeError) as error:
         refuse("generation_config", str(error))
+    return settings
 
 
 def _refuse_values(given: dict[str, Any], fields: Fields, where: str = "") -> None:

@@ -66,6 +66,21 @@ def test_bad_settings_are_refused_by_name(client, setting):
     assert status == 400 and answer["error"]["message"].startswith(f"generation_config: {name}: "), answer
 
 
+def test_whole_numbers_are_numbers(client, request):
+    """JavaScript writes 2 for 2.0, and transformers takes no integers there."""
+    token = target()[1].encode("dog")[0]
+    config = {"temperature": 0, "do_sample": True, "repetition_penalty": 1}
+    if "one_by_one" in request.node.name:  # batches take no biases
+        config["sequence_bias"] = [[[token], 0]]
+    answers = []
+    for setting in (config, config | {"temperature": 2}):
+        given = {"prompt": PROMPTS[0], "max_tokens": 5, "generation_config": json.dumps(setting)}
+        status, answer = client.post("v1/completions", given)
+        assert status == 200, answer
+        answers.append(answer["choices"][0]["text"])
+    assert answers[0] == plain(PROMPTS[0], 5), "a temperature of 0 is greedy"
+
+
 @pytest.mark.parametrize("path", ASKED)
 def test_null_is_as_if_left_out(client, path):
     names = ["stream", "temperature", "top_p", "tools", "generation_config"]
