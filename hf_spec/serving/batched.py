@@ -24,6 +24,7 @@ from ..batching.sizes import longest_text
 from ..decode.options import option
 from ..defaults import fill_in
 from .acceptance import acceptance_of_request
+from .endpoints import TolerantParser
 from .limits import limit_length
 from .meter import Meter
 from .policy import Policy
@@ -104,7 +105,8 @@ class Batched(CBGenerateManager):
     ) -> tuple[asyncio.Queue[Any], CBStreamer]:
         """Start a text and return the queue of its pieces and the streamer that can cancel it."""
         text = _Text(self, model, processor, inputs, gen_config, request_id)
-        return in_loop(functools.partial(self._stream, text, response_parser))
+        parser = response_parser and TolerantParser(response_parser, processor)
+        return in_loop(functools.partial(self._stream, text, parser))
 
     def _stream(self, text: _Text, response_parser: Any) -> tuple[asyncio.Queue[Any], CBStreamer]:
         queue: asyncio.Queue[Any] = asyncio.Queue()

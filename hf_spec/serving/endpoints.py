@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable
 from typing import Any, cast
 
 from fastapi import FastAPI, HTTPException, Request
 from jinja2 import TemplateError
 from starlette.datastructures import UploadFile
+from transformers.utils import logging
 
 from .policy import Policy
+
+logger = logging.get_logger(__name__)
+UNREADABLE = (ValueError, KeyError, TypeError, RecursionError)  # what a malformed tool call raises
+AS_TEXT = "a tool call that is cut off or malformed is passed on as text"
 
 
 def route_of(app: FastAPI, path: str) -> Any:
@@ -99,3 +105,74 @@ def report_template_errors(processor: Any) -> None:
             raise HTTPException(400, f"the model's chat template does not take these messages: {said}") from error
 
     cast(Any, processor).apply_chat_template = rendered
+
+
+def keep_unreadable_calls(processor: Any) -> None:
+    """Let ``processor`` return a complete answer as text if a tool call in it is cut off or malformed."""
+    tokenizer = getattr(processor, "tokenizer", processor)
+    parse = tokenizer.parse_response
+
+    @functools.wraps(parse)
+    def parsed(response: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            found = parse(response, *args, **kwargs)
+            for call in found.get("tool_calls") or ():
+                _check_call(call)
+        except UNREADABLE:
+            logger.warning_once(AS_TEXT)
+            return {"content": tokenizer.decode(response, skip_special_tokens=True)}
+        return found
+
+    tokenizer.parse_response = parsed
+
+
+def _check_call(call: Any) -> None:
+    """Raise one of ``UNREADABLE`` for a tool call without a name or arguments."""
+    function = call["function"]
+    if not isinstance(function["name"], str):
+        raise TypeError("the name is no text")
+    _ = function["arguments"]
+
+
+class TolerantParser:
+    """A parser of streamed answers that passes on a tool call which it cannot read as text, and all that follows."""
+
+    def __init__(self, parser: Any, processor: Any) -> None:
+        self._parser, self._tokenizer = parser, getattr(processor, "tokenizer", processor)
+        self.initial_events = parser.initial_events
+        self._unsent, self._reads = "", True
+
+    def feed(self, text: str) -> list[dict[str, Any]]:
+        """Return the events of further text."""
+        self._unsent += text
+        return self._events(lambda: self._parser.feed(text))
+
+    def finalize(self) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+        """Return the last events, after a message that streams do not read."""
+        return {}, self._events(lambda: self._parser.finalize()[1])
+
+    def _events(self, parse: Callable[[], list[dict[str, Any]]]) -> list[dict[str, Any]]:
+        if self._reads:
+            try:
+                events = parse()
+                for event in events:
+                    if event["type"] == "region_close" and event["field"] == "tool_calls":
+                        _check_call(event["value"])
+            except UNREADABLE:
+                logger.warning_once(AS_TEXT)
+                self._reads = False
+            else:
+                for event in events:
+                    if event["type"] == "region_chunk" and not event["dirty"]:  # dirty: a call, sent at its end
+                        self._unsent = self._unsent.rpartition(event["text"])[2]
+                if events and events[-1]["type"] == "region_close":
+                    self._unsent = ""
+                return events
+        text, self._unsent = self._special.sub("", self._unsent), ""
+        return [{"type": "region_chunk", "field": "content", "text": text}]
+
+    @functools.cached_property
+    def _special(self) -> re.Pattern[str]:
+        """Match what other streams leave out."""
+        special = (str(token) for token in self._tokenizer.added_tokens_decoder.values() if token.special)
+        return re.compile("|".join(map(re.escape, special)) or "(?!)")

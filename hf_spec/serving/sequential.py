@@ -19,6 +19,7 @@ from ..decode.options import option
 from ..decode.outputs import forget_speculation, last_speculation
 from ..sampling import other_random_numbers, set_seed
 from .acceptance import acceptance_of_request
+from .endpoints import TolerantParser
 from .limits import limit_length
 from .meter import Meter
 from .policy import Policy
@@ -46,14 +47,22 @@ class OneByOne(GenerateManager):
         return self._submitted - self._began
 
     def generate_streaming(
-        self, model: Any, processor: Any, inputs: Any, gen_config: Any, *args: Any, **kwargs: Any
+        self,
+        model: Any,
+        processor: Any,
+        inputs: Any,
+        gen_config: Any,
+        request_id: str,
+        response_parser: Any = None,
     ) -> Any:
         """Start a text and return the queue of its pieces and the streamer that can cancel it."""
         limit_length(model, inputs["input_ids"].shape[-1], gen_config, self.policy)
         start = super().generate_streaming
+        parser = response_parser and TolerantParser(response_parser, processor)
 
         def started() -> Any:
-            queue, streamer = start(cast(Any, _Measured(model, self)), processor, inputs, gen_config, *args, **kwargs)
+            measured = cast(Any, _Measured(model, self))
+            queue, streamer = start(measured, processor, inputs, gen_config, request_id, cast(Any, parser))
             when_it_leaves(streamer.cancel)
             return queue, streamer
 

@@ -27,7 +27,16 @@ from ..settings import SpeculationConfig
 from .acceptance import with_acceptance
 from .app import add_to_app
 from .batched import Batched
-from .endpoints import not_batched, only_of, only_speech, replace_route, report_template_errors, route_of, with_limit
+from .endpoints import (
+    keep_unreadable_calls,
+    not_batched,
+    only_of,
+    only_speech,
+    replace_route,
+    report_template_errors,
+    route_of,
+    with_limit,
+)
 from .media import fetches
 from .meter import Meter
 from .policy import Policy, check_address
@@ -78,8 +87,9 @@ class Server(Serve):
         self._set_speculator(loaded.model)
         # The model may be loaded again, after POST /reset.
         models._load_model = _then(self._set_speculator, models._load_model)
-        models._load_processor = _then(report_template_errors, models._load_processor)
-        report_template_errors(loaded.processor)
+        for change in (report_template_errors, keep_unreadable_calls):
+            models._load_processor = _then(change, models._load_processor)
+            change(loaded.processor)
         listed = {"id": models.force_model, "object": "model", "created": int(time.time()), "owned_by": ""}
         models.get_gen_models = lambda: [listed]  # before 5.24 transformers lists all cached models
         self._add_manager(models.process_model_name(split_model_id(models.force_model)[0]), loaded.model)

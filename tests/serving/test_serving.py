@@ -7,6 +7,7 @@ import contextlib
 import copy
 import functools
 import json
+import re
 import runpy
 import signal
 import socket
@@ -27,11 +28,13 @@ from pairs import each_value
 from servers import BATCHES, DRAFT, PROMPTS, TARGET, Client, crowd, plain, serving, target, until
 from transformers import ContinuousBatchingConfig, GenerationConfig
 from transformers.cli.serving.utils import _StreamError
+from transformers.utils.chat_parsing import ResponseParser
 
 from hf_spec import NgramSpeculator, SpeculationConfig, demo, pack
 from hf_spec.batching.sizes import longest_text
 from hf_spec.cli import main
 from hf_spec.serving.batched import Batched
+from hf_spec.serving.endpoints import TolerantParser
 from hf_spec.serving.meter import Meter
 from hf_spec.serving.policy import Policy
 
@@ -71,6 +74,55 @@ def test_chats_are_those_of_plain_generate(client, stream):
     )
     text = "".join(c.choices[0].delta.content or "" for c in answer) if stream else answer.choices[0].message.content
     assert text == plain(prompt, 40)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_tool_call_that_cannot_be_read_is_text(client, stream, monkeypatch):
+    """It is no JSON, or has no name, or has no end; another one is a call."""
+    messages = [{"role": "user", "content": "Tell me a story."}]
+    prompt = target()[1].apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    text = plain(prompt, 12)
+    opens, called, closes = re.fullmatch(r"\w+( \w+)(.*)( \w+) \w+\W*", text).groups()
+    named = {"name": "{content}", "arguments": "{content}"}
+    cases = [("json", "{content}", closes), ("kv-lines", "{content}", closes), ("json", "{content}", "no end")]
+    for content, function, close in [*cases, ("text", named, closes)]:
+        calls = {
+            "open": opens,
+            "close": close,
+            "content": content,
+            "repeats": True,
+            "transform": {"function": function},
+        }
+        fields = {"tool_calls": calls, "content": {"content": "text"}}
+        template = {"start_anchor": prompt[-5:], "fields": fields}
+        monkeypatch.setattr(client.server._processor(), "response_template", template, raising=False)
+        answer = client.openai.chat.completions.create(
+            model=TARGET, messages=messages, max_tokens=12, temperature=0, stream=stream
+        )
+        choices = [chunk.choices[0] for chunk in answer] if stream else answer.choices
+        parts = [choice.delta if stream else choice.message for choice in choices]
+        said = "".join(part.content or "" for part in parts)
+        names = [call.function.name for part in parts for call in part.tool_calls or ()]
+        if function is named:
+            assert (names, choices[-1].finish_reason) == ([called.strip()], "tool_calls") and opens not in said
+        else:
+            assert (said, names, choices[-1].finish_reason) == (text, [], "length")
+            body = {"input": messages, "max_output_tokens": 12, "temperature": 0, "stream": False}
+            status, found = client.post("v1/responses", body)
+            assert status == 200 and found["output"][0]["content"][0]["text"] == text
+
+
+def test_a_stream_passes_on_the_whole_of_a_call_that_cannot_be_read():
+    call = {"open_pattern": r"\s*<tool_call>", "close": "</tool_call>", "content": "json", "repeats": True}
+    template = {"start_anchor": "A", "fields": {"tool_calls": call, "content": {"content": "text"}}}
+    tokenizer = target()[1]
+    end = tokenizer.eos_token
+    for body, rest in (("{]</tool_call>", " Well."), ("{]", "")):
+        parser = TolerantParser(ResponseParser(template, prefix="A"), tokenizer)
+        pieces = ["Hi", " there", "\n<tool", "_call>", *body[:2], body[2:], rest, end]
+        events = [event for piece in pieces for event in parser.feed(piece)] + parser.finalize()[1]
+        said = [event["text"] for event in events if event["type"] == "region_chunk" and event["field"] == "content"]
+        assert "".join(said) == f"Hi there\n<tool_call>{body}{rest}"
 
 
 @pytest.mark.parametrize("stream", [False, True])
