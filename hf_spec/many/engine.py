@@ -38,7 +38,8 @@ class Engine:
         waiting = {str(one.index): one for one in sorted(prompts, key=lambda one: (-len(one.ids), one.index))}
         if with_tensors := [one.index for one in prompts if one.per_token or one.others]:
             raise ValueError(
-                f"prompt {with_tensors[0]} has more than token ids, which the engine does not take: pass engine='generate'"
+                f"prompt {with_tensors[0]} has more than token ids, which the engine does not take: pass "
+                "engine='generate'"
             )
         new = self.config.max_new_tokens
         hints = WorkloadHints(max(len(one.ids) for one in prompts), new, len(prompts))

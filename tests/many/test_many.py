@@ -401,7 +401,7 @@ def test_models_that_the_engine_does_not_take() -> None:
         with pytest.raises(ValueError, match="generate_batch cannot answer"):
             generate_many(build(name), texts(), engine="generate_batch", **QUIET, **GREEDY)
     images = [{"input_ids": [[5, 6]], "pixel_values": torch.zeros(1, 3, 4, 4)}]
-    with pytest.raises(ValueError, match="prompt 0 has more than token ids.*pass engine='generate'"):
+    with pytest.raises(ValueError, match=r"prompt 0 has more than token ids.*pass engine='generate'"):
         list(generate_many(target(), images, engine="generate_batch", **QUIET, **GREEDY))
     with pytest.raises(ValueError, match="engine is 'fast'"):
         generate_many(target(), texts(), engine="fast", **QUIET, **GREEDY)
