@@ -104,12 +104,7 @@ def train_on(trainer: DraftTrainer, texts: Sequence[Sequence[int]]) -> None:
         {"input_ids": list(text), "loss_mask": [1] * len(text)} for text in texts if len(text) > 2
     ]
     trainer.lr_scheduler = None
-    trained = trainer.target.training  # the policy, in the middle of its own training
-    trainer.target.eval()
-    try:
-        trainer.train()
-    finally:
-        trainer.target.train(trained)
+    trainer.train()
 
 
 def _of_all_processes(texts: list[list[int]], processes: int) -> list[list[int]]:

@@ -23,6 +23,7 @@ from ..drafts.modeling import DraftModel
 from ..drafts.mtp.target import TargetMtp
 from ..processes import Processes
 from ..scoring.adapters import base_model
+from ..scoring.trials import in_evaluation
 from ..unroll.feedback import UnrollInput
 from ..versions import CHECKPOINTING_ARGUMENT
 from ..whole_files import write_files
@@ -66,10 +67,11 @@ class DraftTrainer(Trainer):
     """A trainer of ``model``, a draft of any kind, on the distributions of ``target``.
 
     Datasets have the columns ``input_ids``, ``loss_mask`` (1 where a token is the target's own answer) and, if packed,
-    ``document_ids``: see ``prepare_dataset``. The target is set to evaluation mode and is not changed otherwise. It
-    runs in this process, except on a ``FeatureCache``; if all datasets are caches, ``cache.load_target()`` is enough.
-    ``evaluate()`` also generates speculatively and adds ``eval_acceptance_length`` and ``eval_acceptance_k``, how
-    often the first k draft tokens are accepted. ``metric_for_best_model`` may name one to select checkpoints by.
+    ``document_ids``: see ``prepare_dataset``. The target is set to evaluation mode, and read in it also if somebody
+    trains it meanwhile. It is not changed otherwise. It runs in this process, except on a ``FeatureCache``; if all
+    datasets are caches, ``cache.load_target()`` is enough. ``evaluate()`` also generates speculatively and adds
+    ``eval_acceptance_length`` and ``eval_acceptance_k``, how often the first k draft tokens are accepted.
+    ``metric_for_best_model`` may name one to select checkpoints by.
 
     Args:
         model: a ``DraftModel``, or a smaller causal language model to distil; or use ``model_init``.
@@ -357,7 +359,7 @@ class DraftTrainer(Trainer):
         metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:
         self._sums[False] = RunningSums()
-        with weights_put_back(self.draft):
+        with weights_put_back(self.draft), in_evaluation(self.target):  # it may be a policy in training
             output = super().evaluation_loop(
                 dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
             )
@@ -368,7 +370,8 @@ class DraftTrainer(Trainer):
         if sums.sums is not None:  # an average over all positions; transformers averages over batches
             together = self.settings.normalizer == "draft_token"
             metrics["loss"] = sums.loss(self._step_weights(torch.device("cpu")), together, self._over_processes)
-        metrics |= self._measured(dataloader.dataset)
+        with in_evaluation(self.target):
+            metrics |= self._measured(dataloader.dataset)
         output.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in metrics.items()})
         return output
 
@@ -413,7 +416,8 @@ class DraftTrainer(Trainer):
                 self._let_train(self.model)  # an evaluation has marked it, without DDP
         self._sums[True] = RunningSums()  # without steps after the last log of an earlier training
         try:
-            return super().train(checkpoint, *args, **kwargs)
+            with in_evaluation(self.target):  # it may be a policy in training
+                return super().train(checkpoint, *args, **kwargs)
         finally:
             if self.model is not None:
                 self.draft.eval()  # a language model would draft with its dropout

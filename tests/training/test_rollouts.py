@@ -252,7 +252,7 @@ def test_a_policy_gets_its_default_back() -> None:
 
 
 def test_a_policy_is_read_as_it_generates(tmp_path: Path) -> None:
-    """Refreshing comes in the middle of the policy's own training, in which it drops units."""
+    """Refreshing and evaluation come in the middle of the policy's own training, in which it drops units."""
     model, speculator = policy(), draft("eagle3")
     trainer = draft_trainer(tmp_path, model, speculator)
     trainer_of = type(trainer)
@@ -266,10 +266,12 @@ def test_a_policy_is_read_as_it_generates(tmp_path: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(trainer_of, "_states", noting)
         for training in (True, False):
-            model.train(training)
-            train_on(trainer, [list(range(1, 20))] * 4)
-            assert model.training == training
-    assert len(modes) == 2 and not any(modes)
+            model.train(training).lm_head.eval()  # as the owner leaves parts that are not trained
+            train_on(trainer, texts := [list(range(1, 20))] * 4)
+            metrics = trainer.evaluate([{"input_ids": text, "loss_mask": [1] * len(text)} for text in texts[:2]])
+            assert metrics["eval_acceptance_length"] >= 1
+            assert model.training == training and not model.lm_head.training
+    assert len(modes) == 4 and not any(modes)
 
 
 def test_a_memory_serves_rollouts() -> None:
