@@ -17,7 +17,7 @@ os.chdir(sys.argv[1])
 raise SystemExit(pytest.main(sys.argv[2:]))
 """
 # What asks for the most precise numbers there are, and training, which is the same on both devices.
-PRECISE = "training or drawn or exact or processors or invariant"
+PRECISE = "training or drawn or exact or processors or bits_of_a_row"
 # What takes no device, and graphs that draw: the other device, with less precise numbers, has them.
 OTHERS = "not defaults and not training and not (drawn and graphs)"
 
