@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Collection, Sequence
 from importlib.metadata import PackageNotFoundError, metadata
 from typing import Any
@@ -38,8 +39,7 @@ def check_card_options(names: Collection[str]) -> None:
     )
 
 
-def names_of(given: str | Sequence[str] | None) -> list[str]:
-    """Return one name or several as a list."""
+def _names(given: str | Sequence[str] | None) -> list[str]:
     return [given] if isinstance(given, str) else list(given or ())
 
 
@@ -66,21 +66,28 @@ def model_card(
     best_step: int | None = None,
     chat: bool = False,
     draft_name: str | None = None,
-    tags: Sequence[str] = (),
+    license: str | None = None,
+    tags: str | Sequence[str] = (),
+    dataset: str | Sequence[str] = (),
+    model_name: str | None = None,
 ) -> str:
     """Return a README for the Hub: target, recipe, measurements, and how to load the draft.
 
     ``base`` is the draft's name if an adapter on it is saved. ``examples`` counts the training examples.
     ``best_step`` is the step whose weights were loaded when training ended. ``chat``: trained on conversations.
-    ``draft_name`` is that of the repository, where it differs from ``hub_model_id``. ``tags`` are added to ours.
+    ``draft_name`` is that of the repository, where it differs from ``hub_model_id``. ``license``,
+    ``tags``, ``dataset`` and ``model_name``: see ``DraftTrainer.create_model_card``.
     """
+    args = copy.copy(args)
+    args.license = license or args.license
+    args.data_name = ", ".join(_names(dataset)) or args.data_name
     draft_name = draft_name or args.hub_model_id or "this-draft"
     name = target_name or hub_name(target.config.name_or_path)
     kind = draft.config.speculators_model_type if isinstance(draft, DraftModel) else "independent"
     what = f"{kind} draft" if base is None else f"adapter on a draft ({kind})"
     adapter = adapter_of(target)
     parts = [
-        _front_matter(name, kind, args, base, tags),
+        _front_matter(name, kind, args, base, _names(tags)),
         f"# {what} for {name or type(target).__name__}{f' with {adapter}' if adapter else ''}",
         f"Drafts tokens for speculative decoding of {_link(name, type(target).__name__)}"
         f"{f' with the adapter {adapter}' if adapter else ''}. It has {_millions(draft)} parameters. The text stays "

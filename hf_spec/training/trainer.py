@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import functools
 import inspect
@@ -29,7 +28,7 @@ from ..versions import CHECKPOINTING_ARGUMENT
 from ..whole_files import write_files
 from . import muon, sharding
 from .arguments import DraftTrainingArguments
-from .card import check_card_options, is_chat, model_card, names_of
+from .card import check_card_options, is_chat, model_card
 from .checks import check_arguments, check_before_saving, check_call, check_finite, name_target
 from .data import DraftCollator, check_examples
 from .evaluation import acceptance, measure, prompts_of, sums_of, token_ids
@@ -488,18 +487,13 @@ class DraftTrainer(Trainer):
     def _target_name(self) -> str | None:
         return self.settings.target_name or hub_name(self.target.config.name_or_path)
 
-    def _write_card(
-        self, directory: str, license: str | None = None, tags: Any = None, dataset: Any = None, model_name: Any = None
-    ) -> None:
+    def _write_card(self, directory: str, **options: Any) -> None:
         model: Any = self.accelerator.unwrap_model(self.model)
         data: Any = self.train_dataset
-        args = copy.copy(self.settings)
-        args.license = license or args.license
-        args.data_name = ", ".join(names_of(dataset)) or args.data_name
         card = model_card(
             self.draft,
             self.target,
-            args,
+            self.settings,
             self._steps,
             self.state.log_history,
             base=None if model is self.draft else model.active_peft_config.base_model_name_or_path or "",
@@ -508,6 +502,6 @@ class DraftTrainer(Trainer):
             best_step=self.state.best_global_step if self.args.load_best_model_at_end else None,
             chat=is_chat(self.processing_class, data),
             draft_name=getattr(self, "hub_model_id", None),  # with the owner, once there is a repository
-            tags=names_of(tags),
+            **options,
         )
         write_files({"README.md": card}, directory)
