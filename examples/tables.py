@@ -58,8 +58,8 @@ EAGLE-3 draft, trained for this table on 1,024 answers only; "vanilla" is a draf
 [Seconds of target and draft](docs/benchmarking.md#next-to-other-engines)."""
 GPU = """\
 On a GPU, greedy chains of five in bfloat16. The target is the demo target with weights of zero added, until it costs
-what a model of 1 B or 8 B costs. So acceptance is the demo family's. A cell is the speed as a multiple of plain
-`generate` that is eager or has CUDA graphs, too (for plain, tokens a second), then seconds of target + draft + rest.
+what a model of 1 B or 8 B costs. So acceptance is the demo family's. A cell is a multiple of plain `generate` of the
+same kind, eager or with CUDA graphs. For plain it is tokens a second. Seconds of target + draft + rest follow.
 [All that was measured](docs/gpu.md), and the command."""
 
 
