@@ -101,7 +101,11 @@ def compare(shape: str, batch: int, args: argparse.Namespace) -> dict[str, Any]:
         f"{args.draft}, compiled": ours | compiled,
     }
     if args.draft == "vanilla" and batch == 1:
-        draft.generation_config.num_assistant_tokens = args.draft_length or 5
+        draft.generation_config.update(
+            num_assistant_tokens=args.draft_length or 5,
+            num_assistant_tokens_schedule="constant",
+            assistant_confidence_threshold=0.0,
+        )
         ways["assisted, eager"] = {"assistant_model": draft}
     methods = {name: lambda way=way: target.generate(**inputs, **options, **way) for name, way in ways.items()}
     found = measure(methods, args.rounds, statistics.mean if args.sample else min)
@@ -137,7 +141,8 @@ def written(found: dict[str, Any]) -> str:
             f"{one['seconds']:.3f}",
             *(["?"] * 3 if one["parts"] is None else [f"{it:.3f}" for it in one["parts"]]),
         ]
-        cells += ["1" if one["accepted_length"] is None else f"{one['accepted_length']:.2f}", one["same_text"]]
+        unknown = "1" if name.startswith("plain") else "?"
+        cells += [unknown if one["accepted_length"] is None else f"{one['accepted_length']:.2f}", one["same_text"]]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join([*lines, ""])
 

@@ -57,6 +57,7 @@ ROWS = 8  # prompts of each kind, by default
 CODE = (":/", *(f":(top,exclude){name}" for name in ("docs", "examples/results", "examples/engines/results")))
 SAME = ("commit", "processor", "capability", "torch", "transformers", "argv")  # else figures stand in no file together
 PARTS = ("target", "draft")
+APART = 0.1  # difference of two turns' ratios from which on both are shown
 
 
 @dataclass(frozen=True)
@@ -497,13 +498,14 @@ def rows_of(content: dict[str, Any]) -> list[dict[str, Any]]:
         seconds = median(run["seconds"] for run in runs)
         parts = [median(run[part] for run in runs) if runs[0][part] is not None else None for part in PARTS]
         others = None if None in parts else seconds - sum(parts)
-        ratios = [turn[base]["seconds"] / turn[title]["seconds"] for turn in measured if base in turn]
+        plain = settled([turn for turn in measured if base in turn], base)
+        ratios = [turn[base]["seconds"] / turn[title]["seconds"] for turn in plain]
         reference = measured[0].get("plain: plain", runs[0])["tokens"]
         found.append(
             {
                 "title": title,
                 "tokens_per_second": sum(map(len, runs[0]["tokens"])) / seconds,
-                "ratio": median(ratios) if ratios else None,
+                "ratio": shown(ratios),
                 "parts": [*parts, others],
                 "accepted_length": runs[0]["accepted_length"],
                 "same_text": runs[0]["tokens"] == reference,
@@ -512,9 +514,17 @@ def rows_of(content: dict[str, Any]) -> list[dict[str, Any]]:
     return found
 
 
+def shown(ratios: list[float]) -> str:
+    """Write the median of the turns' ``ratios``, or their range if they are far apart; "" without any."""
+    if not ratios:
+        return ""
+    least, most = min(ratios), max(ratios)
+    return f"{median(ratios):.2f}" if most - least <= APART else f"{least:.2f} to {most:.2f}"
+
+
 def settled(turns: list[dict[str, Any]], title: str) -> list[dict[str, Any]]:
     """Leave out turns in which a method took ten times its least seconds: there it waited for a compiler."""
-    least = min(turn[title]["seconds"] for turn in turns)
+    least = min((turn[title]["seconds"] for turn in turns), default=0.0)
     return [turn for turn in turns if turn[title]["seconds"] < 10 * least]
 
 
@@ -535,10 +545,10 @@ def table(content: dict[str, Any]) -> str:
     lines += [f"|{'---|' * 6}"]
     for row in rows_of(content):
         parts = ", ".join("?" if part is None else f"{part:.2f}" for part in row["parts"])
-        ratio = "-" if row["ratio"] is None else f"{row['ratio']:.2f}"
         length = "-" if row["accepted_length"] is None else f"{row['accepted_length']:.2f}"
         same = "same" if row["same_text"] else "other"
-        lines.append(f"| {row['title']} | {row['tokens_per_second']:.1f} | {ratio} | {parts} | {length} | {same} |")
+        cells = row["title"], f"{row['tokens_per_second']:.1f}", row["ratio"] or "-", parts, length, same
+        lines.append(f"| {' | '.join(cells)} |")
     reasons: dict[str, list[str]] = {}
     for title, error in content["errors"].items():
         reasons.setdefault(" ".join(error.split()), []).append(title)
@@ -583,7 +593,7 @@ def cell_of(row: dict[str, Any] | None, with_parts: bool) -> str:
     """Write a cell of ``summary``."""
     if row is None:
         return "-"
-    ratio = "" if row["ratio"] is None else f" ({row['ratio']:.2f})"
+    ratio = f" ({row['ratio']})" if row["ratio"] else ""
     parts = (
         f", {' + '.join(f'{part:.1f}' for part in row['parts'])} s" if with_parts and None not in row["parts"] else ""
     )

@@ -50,7 +50,8 @@ SHORT = "--drafts SHORT/draft-jetspec SHORT/draft-dflash SHORT/draft-dflash2 SHO
 SIXTEEN = "--rounds 1 --prompts 16 --at-once 4 16 --drafts ngram draft-mtp"
 CURVES = {"nodes": "nodes, one sequence", "rows": "sequences", "prompt": "tokens before", "vocabulary": "vocabulary"}
 ENGINES = """\
-Next to other engines, in one run for each column: tokens a second (multiple of plain under the same conditions).
+Next to other engines, in one run for each column: tokens a second (multiple of plain under the same conditions; a
+range where turns differ by more than 0.1).
 SmolLM2-135M-Instruct, greedy, two cores, eight short prompts with answers of 48 tokens, which repeat little.
 llama.cpp and vLLM are faster here, because each of their forwards takes less time. hf_spec and vLLM have the same
 EAGLE-3 draft, trained for this table on 1,024 answers only; "vanilla" is a draft model of two layers.
@@ -227,8 +228,8 @@ TABLES = {
     "next-to-engines-short": engines_folder(next_to_engines_short),
     "next-to-engines-1b": Table(
         next_to_engines,
-        "engine_speed.py --out results/next-to-engines-1b --model 1.1b --dtype float32 --cores 1 2 --batch 1 "
-        "--prompts short --number 4 --new-tokens 24 --vllm VLLM/bin/python "
+        "engine_speed.py --out results/next-to-engines-1b --model 1.1b --dtype bfloat16 float32 --cores 1 2 "
+        "--batch 1 --prompts short --number 4 --new-tokens 24 --vllm VLLM/bin/python --vllm-batched-tokens 128 "
         "--only '^(plain: plain|packed: plain|packed: hf_spec, n-grams|vLLM: plain)$'",
         RESULTS / "next-to-engines-1b",
     ),
@@ -245,7 +246,7 @@ TABLES = {
     "defaults-packed": default_file("defaults-packed", "--rounds 5 --packed --cores 2"),
     "defaults-300m": default_file(
         "defaults-300m",
-        "--rounds 2 --size 1152 4608 16 --batch 1 --new-tokens 48 --assisted 5 --drafts vanilla eagle3 mtp ngram",
+        "--rounds 2 --size 1152 4608 16 --batch 1 --new-tokens 64 --assisted 3 5 8",
     ),
     "compiled-mtp": compiled_file("mtp", "--rounds 3 --tokens 64 --draft-length 7 3"),
     "compiled-vanilla": compiled_file("vanilla", "--rounds 3 --tokens 64 --draft-length 5 3"),

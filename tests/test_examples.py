@@ -488,7 +488,7 @@ def test_speeds_are_divided_by_plain_of_the_same_conditions() -> None:
     turn = {title: run | {"seconds": one} for title, one in seconds.items()}
     turn["vLLM: n-grams"] |= {"target": None, "draft": None, "tokens": [[1, 3]]}
     found = {row["title"]: row for row in names["rows_of"]({"turns": [turn]})}
-    assert [found[title]["ratio"] for title in seconds] == [1, 1, 1, None]
+    assert [found[title]["ratio"] for title in seconds] == ["1.00", "1.00", "1.00", ""]
     assert found["packed: plain"]["parts"] == [0.5, 0.25, 0.25]
     assert found["vLLM: n-grams"]["parts"] == [None] * 3
     assert [found[title]["same_text"] for title in seconds] == [True, True, True, False]
@@ -497,9 +497,17 @@ def test_speeds_are_divided_by_plain_of_the_same_conditions() -> None:
 def test_turns_that_waited_for_a_compiler_are_left_out() -> None:
     names = runpy.run_path(str(ROOT / "examples" / "engine_speed.py"))
     run = {"target": 0.5, "draft": 0.25, "tokens": [[1, 2]], "accepted_length": None}
-    turns = [{"compiled: plain": run | {"seconds": seconds}} for seconds in (84.0, 1.0, 2.0)]
-    (found,) = names["rows_of"]({"turns": turns})
-    assert found["tokens_per_second"] == 2 / 1.5
+    pairs = [(84.0, 1.0), (1.0, 0.5), (2.0, 1.0), (2.0, 90.0)]
+    turns = [{f"compiled: {name}": run | {"seconds": one} for name, one in zip(("plain", "x"), two, strict=True)}
+             for two in pairs]  # fmt: skip
+    plain, other = names["rows_of"]({"turns": turns})
+    assert plain["tokens_per_second"] == 2 / 2.0 and other["ratio"] == "2.00", "of turns in which neither waited"
+
+
+def test_turns_that_differ_are_shown_as_a_range() -> None:
+    """A median of two would be a figure that nobody measured."""
+    shown = runpy.run_path(str(ROOT / "examples" / "engine_speed.py"))["shown"]
+    assert [shown([1.48, 0.8]), shown([1.02, 1.04, 1.09]), shown([])] == ["0.80 to 1.48", "1.04", ""]
 
 
 def test_steps_are_counted_as_vllm_counts_them() -> None:

@@ -30,7 +30,7 @@ from ..drafts.vanilla.speculator import VanillaSpeculator
 from ..metrics import Counts
 from ..packing.packing import is_packed
 from ..progress import Progress
-from ..sampling import set_seed
+from ..sampling import other_random_numbers, set_seed
 from ..scoring.hooks import mark_as_ours
 from ..scoring.names import CACHE
 from ..scoring.plain import input_device, padded
@@ -124,7 +124,8 @@ def run_bench(
     by_category: dict[str, list[Round]] = {}
     batches = _batches(prompts, settings.batch_size)
     total = sum(max(len(prompt.turns) for prompt in batch) for batch in batches) * len(methods) * settings.repeats
-    with Progress("Measuring", total, "runs", progress) as bar:
+    # Each run has its seed. Left behind, one would take measured times from later calls that sample.
+    with Progress("Measuring", total, "runs", progress) as bar, other_random_numbers(input_device(target)):
         bench = _Bench(target, tokenizer, methods, settings, bar.update, log)
         for batch in batches:
             by_category.setdefault(batch[0].category, []).extend(bench.converse(batch))

@@ -28,6 +28,7 @@ from hf_spec.bench import (
 from hf_spec.bench.runner import ForwardClock, _methods
 from hf_spec.cli.bench import contender, numbered
 from hf_spec.cli.loading import with_own_history
+from hf_spec.sampling import is_seeded
 
 STORY, CAT = Prompt(("Once upon a time",), chat=False), Prompt(("Tell me about a cat, a cat, a cat",), "chat")
 CHAIN = SpeculationConfig(num_speculative_tokens=3)
@@ -337,6 +338,13 @@ def test_plain_is_plain_where_the_model_has_a_default_speculator(target, twin, t
     assert clock.calls == [0]
 
 
+def test_a_benchmark_leaves_no_seed_behind(target, tokenizer):
+    """Calls that sample would take no measured times after it."""
+    torch.seed()
+    bench(target, tokenizer, [Contender("ngram", "ngram")])
+    assert not is_seeded(target.device)
+
+
 def test_the_assistant_gets_its_settings_back(target, twin, tokenizer):
     before = twin.generation_config.to_dict()
     bench(target, tokenizer, [Contender("chain", twin, CHAIN), Contender("again", VanillaSpeculator(twin), CHAIN)])
@@ -591,9 +599,13 @@ def figures_where(differing: int) -> Figures:
 )
 def test_texts_that_differ_are_explained(dtype, differing, said):
     report = BenchReport(
-        {}, {"dtype": dtype}, {"overall": {"plain": figures_where(0), "ours": figures_where(differing)}}
+        {"contenders": {"ours": None}},
+        {"dtype": dtype},
+        {"overall": {"plain": figures_where(0), "ours": figures_where(differing)}},
     )
     assert said in report.note() if said else report.note() == ""
+    report.overall["plain, compiled"] = report.overall.pop("ours")
+    assert "report it" not in report.note() and (report.note() == "") == (said == "")
 
 
 @pytest.mark.parametrize("limit", [0, -1])
