@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
@@ -50,15 +50,14 @@ def to_figure(stats: SpeculationStats) -> Any:
         raise ImportError("a plot needs matplotlib: pip install 'hf-spec[notebook]'") from error
     figure, (accepted, emitted) = pyplot.subplots(1, 2, figsize=(9, 3), layout="constrained")
     pyplot.close(figure)  # a notebook shows what a cell returns, and would show what is open as well
-    shares = stats.counts.acceptance_by_position
+    counts = stats.counts
+    shares = counts.acceptance_by_position
     accepted.bar(range(1, len(shares) + 1), shares)
     accepted.set(xlabel="draft token", ylabel="share of steps that accept it", ylim=(0, 1))
-    first = 0 if stats.first_tokens_in_steps else 1  # the token of the prefill belongs to no step
-    lengths = [length for row in stats.per_row for length in _step_lengths(row.drafted[first:])]
-    most = max(lengths, default=1)
-    emitted.hist(lengths, bins=[length - 0.5 for length in range(1, most + 2)], rwidth=0.8)
-    emitted.axvline(stats.mean_accepted_length, color="grey", linewidth=0.8)
-    emitted.set(xlabel=f"tokens of a step (mean {stats.mean_accepted_length:.2f})", ylabel="steps")
+    lengths = counts.lengths[1:]
+    emitted.bar(range(1, len(lengths) + 1), lengths)
+    emitted.axvline(counts.mean_accepted_length, color="grey", linewidth=0.8)
+    emitted.set(xlabel=f"tokens of a step (mean {counts.mean_accepted_length:.2f})", ylabel="steps")
     for axes in (accepted, emitted):
         axes.xaxis.get_major_locator().set_params(integer=True)
     return figure
@@ -99,18 +98,6 @@ def _summary(stats: SpeculationStats) -> tuple[str, dict[str, str]]:
         "time per output token": f"{stats.time_per_output_token * 1e3:.2f} ms",
         **compiled,
     }
-
-
-def _step_lengths(drafted: Sequence[bool]) -> Iterator[int]:
-    """Count the tokens of each step: accepted draft tokens, then the target's own token unless the text ends."""
-    length = 0
-    for is_drafted in drafted:
-        length += 1
-        if not is_drafted:
-            yield length
-            length = 0
-    if length:
-        yield length
 
 
 def _cell(text: str) -> str:

@@ -25,7 +25,8 @@ class Counts:
     """Counts of draft tokens and emitted tokens over the steps of one row, or of several rows together.
 
     ``proposed_at[i]`` counts the steps whose longest path had more than ``i`` draft tokens, ``accepted_at[i]`` those
-    that accepted more than ``i``. A figure with nothing to divide by is 0.0.
+    that accepted more than ``i``. ``lengths[n]`` counts the steps that emitted ``n`` tokens. A figure with nothing to
+    divide by is 0.0.
     """
 
     steps: int = 0
@@ -34,6 +35,7 @@ class Counts:
     emitted: int = 0
     proposed_at: list[int] = field(default_factory=list)
     accepted_at: list[int] = field(default_factory=list)
+    lengths: list[int] = field(default_factory=list)
 
     @property
     def acceptance_rate(self) -> float:
@@ -56,15 +58,18 @@ class Counts:
         self.proposed += other.proposed
         self.accepted += other.accepted
         self.emitted += other.emitted
-        for mine, theirs in ((self.proposed_at, other.proposed_at), (self.accepted_at, other.accepted_at)):
+        of_both = (self.proposed_at, other.proposed_at), (self.accepted_at, other.accepted_at)
+        for mine, theirs in (*of_both, (self.lengths, other.lengths)):
             mine.extend([0] * (len(theirs) - len(mine)))
-            for depth, count in enumerate(theirs):
-                mine[depth] += count
+            for place, count in enumerate(theirs):
+                mine[place] += count
 
     def add_step(self, proposed: int, accepted: int, emitted: int, depth: int) -> None:
         """Count one step in, whose longest path had ``depth`` draft tokens."""
         self.steps += 1
         self.emitted += emitted
+        self.lengths += [0] * (emitted + 1 - len(self.lengths))
+        self.lengths[emitted] += 1
         if depth == 0:
             return
         self.proposed += proposed
@@ -76,6 +81,13 @@ class Counts:
             self.proposed_at[place] += 1
         for place in range(accepted):
             self.accepted_at[place] += 1
+
+    def add_plain_steps(self, steps: int) -> None:
+        """Count ``steps`` in that emitted a token each and had no draft tokens."""
+        self.steps += steps
+        self.emitted += steps
+        self.lengths += [0] * (2 - len(self.lengths))
+        self.lengths[1] += steps
 
     def to_dict(self) -> dict[str, Any]:
         """Return the counts and what follows from them, ready for JSON."""
@@ -280,8 +292,7 @@ class SpeculationStats:
         seconds = time.perf_counter() - self._start - self.time_to_first_token
         for row, text in zip(rows, tokens, strict=True):
             stats = self.per_row[row]
-            stats.steps += steps
-            stats.emitted += steps
+            stats.add_plain_steps(steps)
             stats.seconds = seconds
             stats.tokens += text
             stats.drafted += [False] * steps

@@ -46,16 +46,18 @@ def test_tokens_are_split_into_guesses_and_own() -> None:
     assert second.drafted == [False, True, False, False]
 
 
-@pytest.mark.parametrize("in_steps", [False, True])
-def test_the_token_of_the_prefill_is_a_step_only_where_it_was_one(
-    in_steps: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pyplot = pytest.importorskip("matplotlib.pyplot")
-    stats, drawn = example(), []
-    stats.first_tokens_in_steps = 2 * in_steps
-    monkeypatch.setattr(pyplot.Axes, "hist", lambda self, lengths, **options: drawn.extend(lengths))
-    stats.plot()
-    assert drawn == [1, 4, 2, 2, 1, 2, 1] if in_steps else [4, 2, 2, 2, 1]
+def test_the_plot_shows_how_long_steps_were() -> None:
+    """A step of a row may end with an accepted draft token, because that of another row was wrong."""
+    pytest.importorskip("matplotlib")
+    together, without = example(), SpeculationStats(1)
+    together.step([0], [3], [3], [3], [3], tokens=[[9, 9, 9]])
+    together.plain_steps([1], [[4, 4]])
+    without.step([0], [0], [0], [1], [0], tokens=[[6]])  # its first token is one of a step
+    without.step([0], [2], [1], [2], [2], tokens=[[7, 8]])
+    merged = SpeculationStats.merge([together, without, SpeculationStats(1)], [[0, 1], [0], [0]])
+    for stats, lengths in ((together, [3, 3, 1, 1]), (without, [1, 1]), (merged, [4, 4, 1, 1])):
+        bars = stats.plot().axes[1].patches
+        assert [(bar.get_center()[0], bar.get_height()) for bar in bars] == list(enumerate(lengths, 1))
 
 
 def test_nothing_to_divide_by_is_zero() -> None:
@@ -213,5 +215,9 @@ def test_a_step_is_counted_as_counts_of_one_step_are_added() -> None:
     for proposed, accepted, depth in ((0, 0, 0), (3, 1, 3), (9, 2, 2), (1, 0, 1), (5, 5, 5)):
         one_by_one.add_step(proposed, accepted, accepted + 1, depth)
         accepted_at = [1] * accepted + [0] * (depth - accepted)
-        added.add(Counts(1, proposed, accepted, accepted + 1, [1] * depth, accepted_at))
+        lengths = [0] * (accepted + 1) + [1]
+        added.add(Counts(1, proposed, accepted, accepted + 1, [1] * depth, accepted_at, lengths))
+    one_by_one.add_plain_steps(2)
+    added.add(Counts(2, emitted=2, lengths=[0, 2]))
     assert one_by_one == added and one_by_one.accepted_at == [3, 2, 1, 1, 1]
+    assert one_by_one.lengths == [0, 4, 1, 1, 0, 0, 1]

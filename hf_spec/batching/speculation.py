@@ -259,8 +259,7 @@ class Speculation:
         run = self._run
         assert run is not None
         run.steps += 1
-        self.counts.steps += len(run.rows)
-        self.counts.emitted += len(run.rows)
+        self.counts.add_plain_steps(len(run.rows))
         run.target_seconds += target_seconds
         run.verify_seconds += verify_seconds
         if features is not None:
