@@ -26,6 +26,7 @@ from ..drafts.gemma4_assistant.speculator import MODEL_TYPES as GEMMA_ASSISTANTS
 from ..drafts.medusa.modeling import MedusaDraftModel
 from ..drafts.modeling import DraftModel
 from ..drafts.mtp.modeling import MTPDraftModel
+from ..drafts.mtp.target import SCALES
 from ..drafts.peagle.modeling import PEagleDraftModel
 from ..untrusted import printable
 from .entry_points import Added, EntryPointError, added_formats
@@ -36,7 +37,6 @@ UNFIT = (
     *(ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError),
     StrictDataclassError,
 )
-SCALES = ("weight_scale", "weight_scale_inv")  # of weights in eight or four bits
 DRAFT_MODELS: tuple[type[DraftModel], ...] = (
     DFlash2DraftModel,
     Eagle3DraftModel,

@@ -29,6 +29,10 @@ def lendable(module: nn.Module | None, name: str, config: SpeculatorConfig) -> T
     # In quantized modules ``weight`` is integers, or a method (torch.ao) instead of a tensor.
     if not isinstance(weight, Tensor) or weight.is_meta or not weight.is_floating_point():
         raise ValueError(f"the target's {name} is absent, offloaded or quantized: load it in memory and unquantized")
+    if hasattr(weight, "full_tensor"):  # a DTensor
+        raise ValueError(
+            f"the target's {name} is split over processes: give the draft its own (hf-spec convert --self-contained)"
+        )
     if weight.shape[1] != config.layers.hidden_size:
         raise ValueError(
             f"the draft has no {name} and hidden_size {config.layers.hidden_size}, but the target's {name} has width "

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
+import shutil
 import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from accelerate import cpu_offload
 from architectures import build, prompts, redraw
 from pairs import pairwise
 from safetensors.torch import load_file, save_file
@@ -158,6 +160,32 @@ def test_layers_of_every_family_guess_as_transformers_does(name: str, layers: in
     guesses, found = draft_behind(target, draft, ids, hidden, layers)
     assert guesses == tokens[0].tolist()
     torch.testing.assert_close(found, logits[0], atol=1e-4, rtol=1e-4)
+
+
+def test_layers_that_are_stored_quantised_are_refused(tmp_path: Path) -> None:
+    """transformers leaves out scales that it does not know, and the draft would never be right."""
+    shutil.copytree(GOLDENS / GLM / "checkpoint", tmp_path, dirs_exist_ok=True)
+    target = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    [file] = tmp_path.glob("*.safetensors")
+    tensors = load_file(file)
+    first = target.config.num_hidden_layers
+    name = next(name for name in tensors if f"layers.{first}." in name and name.endswith("o_proj.weight"))
+    TargetMtp.of(target)
+    save_file(tensors | {f"{name}_scale_inv": torch.ones(1, 1)}, file, {"format": "pt"})
+    with pytest.raises(ValueError, match=r"o_proj\.weight_scale_inv is part of MTP layers that are stored quantised"):
+        TargetMtp.of(target)
+
+
+def test_layers_after_an_offloaded_one_are_read_where_it_computes() -> None:
+    """As ``device_map="auto"`` leaves them where memory is short."""
+    target = AutoModelForCausalLM.from_pretrained(GOLDENS / GLM / "checkpoint", dtype=torch.float32)
+    inputs, last = prompts(1, vocab_size=60), decoder_of(target).layers[-1]
+    options = {"max_new_tokens": 8, "do_sample": False}
+    plain = target.generate(**inputs, **options)
+    cpu_offload(last, torch.device("cpu"))
+    assert next(last.parameters()).is_meta
+    out = target.generate(**inputs, **options, speculator="mtp", return_dict_in_generate=True)
+    assert torch.equal(out.sequences, plain) and out.speculation.proposed
 
 
 @functools.cache

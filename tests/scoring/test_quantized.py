@@ -13,7 +13,9 @@ import torch
 from architectures import build, prompts
 from pairs import each_value, pairwise
 from test_chaos import draft
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import distribute_tensor
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel, TorchAoConfig
 from twins import BATCHES, SHAPES, noisy
 
@@ -257,6 +259,20 @@ def test_a_quantised_target_that_is_refused_in_float32_is_told_of_bfloat16(
         with pytest.raises(ValueError, match="differently from single steps") as caught:
             check_target(model, trees=False)
         assert "bfloat16" not in str(caught.value)
+
+
+def test_a_head_that_is_split_over_processes_is_not_lent() -> None:
+    """A draft's own computation would mix it with plain tensors."""
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    try:
+        model = build("llama")
+        model.lm_head.weight = nn.Parameter(
+            distribute_tensor(model.lm_head.weight.data, init_device_mesh("cpu", (1,)))
+        )
+        with pytest.raises(ValueError, match=r"lm_head is split over processes: .*--self-contained"):
+            draft("llama", "medusa").bind(model)
+    finally:
+        distributed.destroy_process_group()
 
 
 def test_a_head_that_cannot_be_lent_is_named() -> None:

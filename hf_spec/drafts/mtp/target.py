@@ -27,6 +27,7 @@ from transformers.modeling_layers import MtpModel
 from ...scoring.architectures import why_unsupported
 from ...scoring.cache import has_states
 from ...scoring.names import CACHE
+from ...scoring.plain import input_device
 from ...settings import SpeculationConfig
 from ..autoregressive import AutoregressiveDrafter
 from ..base import DraftContext, Drafter, DraftOutput, Speculator
@@ -35,6 +36,8 @@ from ..static import not_compiled
 
 # Families whose last layer feeds itself what it gives before its last norm (as vLLM 0.33 does); others, after it.
 FED_BEFORE_NORM = ("glm4_moe",)
+
+SCALES = ("weight_scale", "weight_scale_inv")  # of weights in eight or four bits
 
 # The mask of the running forward, on its way past transformers to where masks are made; every thread has its own.
 _padding: ContextVar[Tensor | None] = ContextVar("hf_spec_mtp_padding", default=None)
@@ -75,6 +78,8 @@ class TargetMtp(MtpModel, Speculator):
         if (reason := why_unsupported(target, cache)) is not None:
             raise ValueError(f"the MTP layers of {type(target).__name__} cannot be a draft: {reason}")
         device = next(target.get_decoder().layers[-1].parameters()).device
+        if device.type == "meta":  # offloaded
+            device = input_device(target)
         try:
             draft: Any = cls.from_pretrained(target, device_map={"": device})
         except torch.OutOfMemoryError:
@@ -85,6 +90,15 @@ class TargetMtp(MtpModel, Speculator):
                 f"which it was loaded from ({error}); use a checkpoint that has them, or another speculator"
             ) from error
         return cast(TargetMtp, draft.eval())
+
+    def _adjust_missing_and_unexpected_keys(self, loading_info: Any) -> None:
+        """Refuse what transformers would read without its scales: a hook of ``from_pretrained``."""
+        super()._adjust_missing_and_unexpected_keys(loading_info)
+        if left := [key for key in loading_info.unexpected_keys if key.endswith(SCALES)]:
+            raise ValueError(
+                f"{min(left)} is part of MTP layers that are stored quantised, and transformers reads them without "
+                "it; take a checkpoint that is not quantised, or another speculator, for example 'ngram'"
+            )
 
     @staticmethod
     def get_mtp_weights_regex(main_model: PreTrainedModel) -> re.Pattern[str]:
