@@ -99,6 +99,7 @@ class Counts:
             "acceptance_rate": self.acceptance_rate,
             "mean_accepted_length": self.mean_accepted_length,
             "acceptance_by_position": self.acceptance_by_position,
+            "lengths": self.lengths,
         }
 
 
@@ -382,6 +383,9 @@ class SpeculationStats:
             "time_to_first_token": self.time_to_first_token,
             "time_per_output_token": self.time_per_output_token,
             "total_seconds": self.total_seconds,
+            "decode_seconds": self.decode_seconds,
+            "plain_seconds": self.plain_seconds,
+            "first_tokens_in_steps": self.first_tokens_in_steps,
             "speedup": self.speedup,
             "draft_lengths": self.draft_lengths,
             "invariant": self.invariant,
