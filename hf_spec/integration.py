@@ -298,7 +298,7 @@ def _read_once(model: Any, given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _translated(speculator: Any, model: Any, other: Any, tokenizer: Any) -> Speculator:
-    return with_tokenizers(speculator, base_model(model), other, getattr(tokenizer, "tokenizer", tokenizer))
+    return with_tokenizers(speculator, base_model(model), other, tokenizer)
 
 
 def _speculate(

@@ -10,7 +10,7 @@ import torch
 from architectures import build
 from tokenizers import Tokenizer, decoders, models
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerFast
+from transformers import BatchEncoding, PreTrainedModel, PreTrainedTokenizerFast
 from transformers.generation.streamers import BaseStreamer
 
 from hf_spec import AcceptedTokens, DraftContext, Drafter, Proposal, SpeculationConfig, Speculator
@@ -107,6 +107,27 @@ def tokenizer(vocab_size: int = 99) -> PreTrainedTokenizerFast:
     backend = Tokenizer(models.BPE({character: i for i, character in enumerate(characters)}, []))
     backend.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", eos_token="</s>", padding_side="left")
+
+
+class ByCode(PreTrainedTokenizerFast):
+    """A tokenizer that is made as Mistral's: over another library's, without a template, and its chats by code."""
+
+    tokenizer, backend_tokenizer = "another library's", None
+
+    def added_tokens_decoder(self) -> Any:
+        raise NotImplementedError
+
+    def apply_chat_template(self, messages: Any, tokenize: bool = True, **kwargs: Any) -> Any:
+        assert tokenize, "such texts cannot be encoded again"
+        ids = [self.eos_token_id, *self.encode("".join(one["content"] for one in messages))]
+        kind = kwargs.get("return_tensors")
+        return BatchEncoding({"input_ids": ids}, tensor_type=kind, prepend_batch_axis=kind is not None)
+
+
+def by_code() -> Any:
+    made: Any = copy.copy(tokenizer())
+    made.__class__, made.chat_template = ByCode, None  # whose base reads the added tokens when it is made
+    return made
 
 
 class Oracle(Speculator):

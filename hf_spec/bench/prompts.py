@@ -12,6 +12,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from ..scoring.plain import renders_by_code
 from ..untrusted import check_ends, check_sound
 
 # What stands in published rows of SPEED-Bench whose text may not be passed on; nvidia's script puts the text there.
@@ -40,6 +41,9 @@ class Prompt:
             messages.append({"role": "user", "content": turn})
             if answer is not None:
                 messages.append({"role": "assistant", "content": answer})
+        if renders_by_code(tokenizer):
+            rendered: Any = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
+            return list(rendered["input_ids"])
         if tokenizer.chat_template is None:
             return list(tokenizer("\n\n".join(message["content"] for message in messages)).input_ids)
         text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)

@@ -32,7 +32,7 @@ from ..drafts.translated.speculator import TranslatedSpeculator
 from ..drafts.vanilla.speculator import OTHER_TOKENIZERS, VanillaSpeculator
 from ..scoring.adapters import base_model
 from ..scoring.architectures import cross_attends
-from ..scoring.plain import input_device
+from ..scoring.plain import input_device, tokenizer_in
 from ..untrusted import printable
 from .assistants import assistant_speculator, load_gemma_assistant
 from .auto import AutoDraftModel, load
@@ -151,6 +151,7 @@ def with_tokenizers(speculator: Any, target: PreTrainedModel, tokenizer: Any, ta
     If the tokenizers have the same tokens, nothing is translated. Errors: a ValueError for another kind of draft, or
     without a ``target_tokenizer``.
     """
+    tokenizer, target_tokenizer = tokenizer_in(tokenizer), tokenizer_in(target_tokenizer)
     if isinstance(speculator, str | os.PathLike) and speculator not in KEYWORDS:
         place, speculator = speculator, load_draft(speculator, target, **placement(target))
         _warn_of_reading(os.fspath(place), target)

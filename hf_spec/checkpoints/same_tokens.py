@@ -34,7 +34,10 @@ def needs_translation(own: Any, wanted: Any) -> bool:
 
 
 def _added(tokenizer: Any) -> Iterable[str]:
-    return (token.content for token in tokenizer.added_tokens_decoder.values())
+    added = tokenizer.added_tokens_decoder
+    if callable(added):  # mistral-common knows special tokens alone
+        return list(tokenizer.all_special_tokens)
+    return (token.content for token in added.values())
 
 
 def _used(tokenizer: Any) -> Iterable[str]:

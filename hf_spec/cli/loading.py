@@ -21,7 +21,7 @@ from ..drafts.ngram.hybrid import HybridSpeculator
 from ..drafts.ngram.speculator import DEFAULT_HISTORY_SIZE, NgramSpeculator
 from ..invariance.mode import invariant
 from ..packing.packing import pack
-from ..scoring.plain import input_device, position_limit, space_after
+from ..scoring.plain import input_device, position_limit, renders_by_code, space_after
 from ..settings import SpeculationConfig
 
 WITH_HISTORY = "history+"  # before the name of a draft
@@ -134,7 +134,7 @@ def limited_length(answer: int, prompt: int, target: PreTrainedModel) -> int:
 
 def refuse_without_template(tokenizer: PreTrainedTokenizerBase, target: str, instead: str) -> None:
     """Raise a ValueError if the tokenizer of a target has no chat template; ``instead`` says what else to do."""
-    if not tokenizer.chat_template:
+    if not (tokenizer.chat_template or renders_by_code(tokenizer)):
         raise ValueError(f"{target} has no chat template; {instead}, or take an instruction-tuned model")
 
 

@@ -16,7 +16,7 @@ from ..metrics import Counts
 from ..processes import Processes
 from ..progress import Progress
 from ..scoring.adapters import base_model
-from ..scoring.plain import input_device
+from ..scoring.plain import input_device, tokenizer_in
 from ..settings import SpeculationConfig, check_settings, is_int
 from .batches import Batches
 from .engine import Engine, why_not_engine
@@ -99,7 +99,7 @@ def generate_many(
     check_settings(speculation_config)
     if speculation_config is not None and speculation_config.row_seeds is not None:
         raise ValueError("row_seeds is not for generate_many, which batches prompts by length; call generate")
-    own = getattr(tokenizer, "tokenizer", tokenizer)
+    own = tokenizer_in(tokenizer)
     speculator = _resolved(speculator, base_model(model), own, generate_kwargs)
     given = (speculator, speculation_config, num_speculative_tokens)
     options = generate_kwargs | {name: value for name, value in zip(KEYWORDS, given, strict=True) if value is not None}

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..batching.prompts import check_ids
 from ..metrics import SpeculationStats
+from ..scoring.plain import renders_by_code, tokenizer_in
 from ..settings import is_int
 
 EXAMPLES = "a text, a list of token ids, a list of messages such as {'role': 'user', 'content': ...}, or the tensors"
@@ -85,7 +86,7 @@ def _parse(index: int, prompt: Any, tokenizer: Any) -> Pending:
 def _needed(tokenizer: Any, index: int) -> Any:
     if tokenizer is None:
         raise ValueError(f"prompt {index} is text, which needs the model's tokenizer: pass tokenizer=, or token ids")
-    return getattr(tokenizer, "tokenizer", tokenizer)  # a processor has it as an attribute
+    return tokenizer_in(tokenizer)
 
 
 def _chat(messages: list[Any], reader: Any, index: int) -> Pending:
@@ -96,19 +97,20 @@ def _chat(messages: list[Any], reader: Any, index: int) -> Pending:
             f"prompt {index} is a chat with a part of type {media!r}, and the tokenizer reads text alone: pass the "
             "model's processor as tokenizer="
         )
-    renders = reader if media or not tokenizer.chat_template else tokenizer
-    if not renders.chat_template:
+    renders = reader if media or not (tokenizer.chat_template or renders_by_code(tokenizer)) else tokenizer
+    by_code = renders_by_code(renders)
+    if not (renders.chat_template or by_code):
         what = "tokenizer" if renders is tokenizer else "processor"
         raise ValueError(f"prompt {index} is a chat, but the {what} has no chat template: set one, or pass a text")
-    form = {"tokenize": True, "return_dict": True, "return_tensors": "pt"} if media else {"tokenize": False}
+    form = {"tokenize": True, "return_dict": True, "return_tensors": "pt"} if media or by_code else {"tokenize": False}
     try:
         rendered = renders.apply_chat_template(messages, add_generation_prompt=True, **form)
     except Exception as error:  # templates may raise anything
         raise ValueError(f"prompt {index}: the chat template does not take its messages ({error})") from error
-    if not media:
+    if not (media or by_code):
         return Pending(index, list(tokenizer(rendered, add_special_tokens=False)["input_ids"]))
     found = _of_tensors(index, rendered)
-    if not found.others:  # its template wrote a placeholder, or nothing
+    if media and not found.others:  # its template wrote a placeholder, or nothing
         raise ValueError(
             f"prompt {index}: the processor opens nothing for its part of type {media!r}: pass {{'type': 'image', "
             "'url': ...}, or the tensors that the processor returns for one prompt"

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache, StaticCache
 
 from .architectures import arguments_of, cache_name, cross_attends, keeps_own_states
@@ -84,6 +84,19 @@ def placeholders(config: PreTrainedConfig) -> set[int]:
     own = {token for name in settings.keys() & PLACEHOLDERS if type(token := settings[name]) is int}
     parts = (settings.get(name) for name in config.sub_configs)
     return own.union(*(placeholders(part) for part in parts if isinstance(part, PreTrainedConfig)))
+
+
+def tokenizer_in(reader: Any) -> Any:
+    """Return the tokenizer inside a processor, or ``reader`` itself if it is a tokenizer."""
+    # Mistral's tokenizer has one of another library in its attribute `tokenizer`.
+    return reader if isinstance(reader, PreTrainedTokenizerBase) else getattr(reader, "tokenizer", reader)
+
+
+def renders_by_code(reader: Any) -> bool:
+    """Tell whether a tokenizer or processor makes tokens of chats by code, as Mistral's do, and has no template."""
+    own = getattr(type(reader), "apply_chat_template", None)
+    usual = (None, PreTrainedTokenizerBase.apply_chat_template, ProcessorMixin.apply_chat_template)
+    return not reader.chat_template and own not in usual
 
 
 def readable(tokens: Tensor, count: int) -> Tensor:

@@ -23,6 +23,7 @@ from ..batching.refusals import processors_of
 from ..batching.sizes import longest_text
 from ..decode.options import option
 from ..defaults import fill_in
+from ..scoring.plain import tokenizer_in
 from .acceptance import acceptance_of_request
 from .endpoints import TolerantParser
 from .limits import limit_length
@@ -171,7 +172,7 @@ class _Text:
         # A request that the paged cache has no space for would end the engine, and all other requests with it.
         cache = longest_text(manager._scheduler.cache)
         limit_length(model, len(self.prompt), config, manager.policy, cache)
-        self.tokenizer = getattr(processor, "tokenizer", processor)
+        self.tokenizer = tokenizer_in(processor)
         self.stops = StopStringCriteria(self.tokenizer, config.stop_strings) if config.stop_strings else None
         self.settings = sampling_of(model, config)
         self.seen, self.ended, self.acceptance = 0, False, acceptance_of_request()

@@ -12,6 +12,7 @@ from jinja2 import TemplateError
 from starlette.datastructures import UploadFile
 from transformers.utils import logging
 
+from ..scoring.plain import tokenizer_in
 from .policy import Policy
 
 logger = logging.get_logger(__name__)
@@ -109,7 +110,7 @@ def report_template_errors(processor: Any) -> None:
 
 def keep_unreadable_calls(processor: Any) -> None:
     """Let ``processor`` return a complete answer as text if a tool call in it is cut off or malformed."""
-    tokenizer = getattr(processor, "tokenizer", processor)
+    tokenizer = tokenizer_in(processor)
     parse = tokenizer.parse_response
 
     @functools.wraps(parse)
@@ -138,7 +139,7 @@ class TolerantParser:
     """A parser of streamed answers that passes on a tool call which it cannot read as text, and all that follows."""
 
     def __init__(self, parser: Any, processor: Any) -> None:
-        self._parser, self._tokenizer = parser, getattr(processor, "tokenizer", processor)
+        self._parser, self._tokenizer = parser, tokenizer_in(processor)
         self.initial_events = parser.initial_events
         self._unsent, self._reads = "", True
 

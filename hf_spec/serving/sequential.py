@@ -18,6 +18,7 @@ from transformers.generation.streamers import BaseStreamer
 from ..decode.options import option
 from ..decode.outputs import forget_speculation, last_speculation
 from ..sampling import other_random_numbers, set_seed
+from ..scoring.plain import tokenizer_in
 from .acceptance import acceptance_of_request
 from .endpoints import TolerantParser
 from .limits import limit_length
@@ -141,7 +142,7 @@ class _Measured:
         else:
             kwargs["stopping_criteria"] = StoppingCriteriaList([_Leaving(self)])
         if (reader := kwargs.get("tokenizer")) is not None:  # a processor cannot compile stop strings
-            kwargs["tokenizer"] = getattr(reader, "tokenizer", reader)
+            kwargs["tokenizer"] = tokenizer_in(reader)
         seed = vars(config).pop("seed", None)
         forget_speculation(self.model)  # or a plain text would show those of the last request
         try:

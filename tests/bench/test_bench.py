@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from twins import by_code
 
 import hf_spec
 from hf_spec import Drafter, Proposal, SpeculationConfig, Speculator, VanillaSpeculator, demo
@@ -27,7 +28,7 @@ from hf_spec.bench import (
 )
 from hf_spec.bench.runner import ForwardClock, _methods
 from hf_spec.cli.bench import contender, numbered
-from hf_spec.cli.loading import with_own_history
+from hf_spec.cli.loading import refuse_without_template, with_own_history
 from hf_spec.sampling import is_seeded
 
 STORY, CAT = Prompt(("Once upon a time",), chat=False), Prompt(("Tell me about a cat, a cat, a cat",), "chat")
@@ -174,6 +175,9 @@ def test_without_a_chat_template_messages_are_joined(tokenizer):
     plain = AutoTokenizer.from_pretrained(demo.path())
     plain.chat_template = None
     assert plain.decode(Prompt(("one", "two")).render(["ANSWER"], plain)) == "<|begin|>one\n\nANSWER\n\ntwo"
+    own = by_code()  # its chats are rendered without one
+    refuse_without_template(own, "it", "")
+    assert own.decode(Prompt(("one", "two")).render(["ANSWER"], own)) == "</s>oneANSWERtwo"
 
 
 # -- figures ----------------------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from test_shared_encoders import alone, pair
 from tokenizers import Tokenizer, models
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
 from transformers.utils import logging
+from twins import by_code
 
 import hf_spec
 from hf_spec import TranslatedSpeculator, VanillaSpeculator, demo
@@ -62,6 +63,11 @@ def test_a_template_is_what_makes_an_added_token_count() -> None:
     moved = words(WORDS, [ADDED[0], "<reserved-0>", "<user>", ADDED[3]], template=None)
     assert needs_translation(moved, words(WORDS, ADDED))
     assert not needs_translation(moved, words(WORDS, ADDED, template=None))
+
+
+def test_a_tokenizer_without_a_list_of_added_tokens() -> None:
+    assert not needs_translation(by_code(), by_code())
+    assert needs_translation(by_code(), words(WORDS, ADDED))
 
 
 def with_vocabulary(place: Path, change: Any) -> str:

@@ -26,14 +26,16 @@ from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
+    LlavaProcessor,
     PreTrainedModel,
     PreTrainedTokenizerFast,
     T5Config,
     T5ForConditionalGeneration,
     TextIteratorStreamer,
 )
+from transformers.models.clip import CLIPImageProcessor
 from transformers.utils import logging
-from twins import noisy
+from twins import by_code, noisy
 
 import hf_spec
 from hf_spec import (
@@ -511,6 +513,8 @@ def test_generate_takes_the_tokenizers_as_assisted_generation_does(tmp_path: Pat
     loaded = load_speculator(str(tmp_path), model, "float32")  # on the command line the directory is enough
     assert isinstance(loaded, TranslatedSpeculator)
     assert torch.equal(generate(1, speculator=loaded), expected)
+    inside = [LlavaProcessor(CLIPImageProcessor(), one) for one in (own, words)]
+    assert isinstance(resolve.with_tokenizers(other, model, *inside), TranslatedSpeculator)
     same = resolve.with_tokenizers(demo_draft(), model, words, words)
     assert isinstance(same, VanillaSpeculator), "nothing is translated where the tokens are the same"
     with pytest.raises(ValueError, match="assistant_tokenizer needs the target's tokenizer, too"):
@@ -531,6 +535,8 @@ def test_what_cannot_draft_is_refused() -> None:
     model, words = target()
     with pytest.raises(ValueError, match="the draft is the target itself"):
         generate(1, speculator=TranslatedSpeculator(model, draft()[1], words))
+    with pytest.raises(ValueError, match=r"ByCode is no tokenizer of the tokenizers library.*mistral_format=False"):
+        TranslatedSpeculator(draft()[0], by_code(), words)
     pair = T5ForConditionalGeneration(T5Config(vocab_size=9, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2))
     with pytest.raises(ValueError, match="is an encoder-decoder model, for which no draft with another tokenizer"):
         translated().check(pair)

@@ -28,7 +28,7 @@ from transformers import (
     StoppingCriteriaList,
 )
 from transformers.models.clip import CLIPImageProcessor
-from twins import SHAPES, draft, noisy, target, tokenizer
+from twins import SHAPES, by_code, draft, noisy, target, tokenizer
 
 import hf_spec
 from hf_spec import Completion, SpeculationStats, generate_many
@@ -445,6 +445,18 @@ def test_shapes_of_prompts_and_texts() -> None:
     assert isinstance(found[0], Completion)
     assert next(generate_many(model, [ids], **QUIET, **GREEDY)).text is None
     assert list(generate_many(model, [], **QUIET, **GREEDY)) == []
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_chats_that_are_rendered_by_code(inside: bool) -> None:
+    model, words = target(), by_code()
+    reader = LlavaProcessor(CLIPImageProcessor(), words) if inside else words
+    prompts = ["ABC", [{"role": "user", "content": "ABC"}]]
+    text, chat = generate_many(model, prompts, tokenizer=reader, ordered=True, **QUIET, **GREEDY)
+    ids = words("ABC")["input_ids"]
+    assert [text.prompt_ids, chat.prompt_ids] == [ids, [words.eos_token_id, *ids]]
+    assert [text.tokens, chat.tokens] == alone(model, [text.prompt_ids, chat.prompt_ids])
+    assert text.text == words.decode(text.tokens, skip_special_tokens=True)
 
 
 def test_each_completion_has_its_statistics(

@@ -29,12 +29,13 @@ from servers import BATCHES, DRAFT, PROMPTS, TARGET, Client, crowd, plain, servi
 from transformers import ContinuousBatchingConfig, GenerationConfig
 from transformers.cli.serving.utils import _StreamError
 from transformers.utils.chat_parsing import ResponseParser
+from twins import by_code
 
 from hf_spec import NgramSpeculator, SpeculationConfig, demo, pack
 from hf_spec.batching.sizes import longest_text
 from hf_spec.cli import main
 from hf_spec.serving.batched import Batched
-from hf_spec.serving.endpoints import TolerantParser
+from hf_spec.serving.endpoints import TolerantParser, keep_unreadable_calls
 from hf_spec.serving.meter import Meter
 from hf_spec.serving.policy import Policy
 
@@ -110,6 +111,11 @@ def test_a_tool_call_that_cannot_be_read_is_text(client, stream, monkeypatch):
             body = {"input": messages, "max_output_tokens": 12, "temperature": 0, "stream": False}
             status, found = client.post("v1/responses", body)
             assert status == 200 and found["output"][0]["content"][0]["text"] == text
+
+
+def test_a_tokenizer_with_an_attribute_of_that_name_is_no_processor():
+    keep_unreadable_calls(words := by_code())
+    assert "parse_response" in vars(words)
 
 
 def test_a_stream_passes_on_the_whole_of_a_call_that_cannot_be_read():

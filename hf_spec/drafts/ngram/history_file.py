@@ -17,6 +17,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
+from ...scoring.plain import tokenizer_in
 from ...untrusted import check_ends
 from .suffix_index import BREAK
 
@@ -111,7 +112,7 @@ def _mark(tokenizer: Any) -> str:
 
 
 def _vocabulary(tokenizer: Any) -> dict[str, int]:
-    tokenizer = getattr(tokenizer, "tokenizer", tokenizer)  # the one inside a processor
+    tokenizer = tokenizer_in(tokenizer)
     if not hasattr(tokenizer, "get_vocab"):
         raise TypeError(f"tokenizer must be a tokenizer of transformers, or a processor, got {tokenizer!r:.80}")
     found: dict[str, int] = tokenizer.get_vocab()

@@ -8,6 +8,8 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from ...scoring.plain import tokenizer_in
+
 SPACE = "\u2581"  # how SentencePiece writes a space
 BYTE_TOKEN = 6  # characters of <0xNN>, SentencePiece's token for one byte
 LONGEST_CHARACTER = 4  # bytes in UTF-8
@@ -32,7 +34,8 @@ class TokenBytes:
         if backend is None:
             raise ValueError(
                 f"{type(tokenizer).__name__} is no tokenizer of the tokenizers library, so it is not known what its "
-                "tokens write; load it with AutoTokenizer.from_pretrained, which converts most of them"
+                "tokens write; load it with AutoTokenizer.from_pretrained, which converts most of them (one of "
+                "mistral-common with mistral_format=False)"
             )
         self._tokenizer = weakref.ref(tokenizer)  # which is the key of what is kept here
         added = tokenizer.added_tokens_decoder
@@ -65,7 +68,7 @@ class TokenBytes:
     @classmethod
     def known(cls, tokenizer: Any) -> TokenBytes:
         """Return those of ``tokenizer``, made once: a large vocabulary takes about a second."""
-        tokenizer = getattr(tokenizer, "tokenizer", tokenizer)  # the one inside a processor
+        tokenizer = tokenizer_in(tokenizer)
         if tokenizer not in _made:
             _made[tokenizer] = cls(tokenizer)
         return _made[tokenizer]
