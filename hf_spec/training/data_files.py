@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import glob
 import gzip
 import json
 import os
 import tempfile
 from pathlib import Path
-from typing import IO, cast
+from typing import IO, Any, cast
 
 import datasets  # type: ignore[import-untyped]
 from transformers.utils import logging
 
 from ..untrusted import check_sound
+from .resuming import FULL
 
 logger = logging.get_logger(__name__)
 
@@ -37,19 +39,65 @@ def read_file(file: str | os.PathLike[str], streaming: bool = False) -> datasets
         raise ValueError(f"{path} has :: in its name: rename it")
     name = glob.escape(str(path))  # datasets expands patterns: [a] in a name would mean a
     try:
-        data = datasets.load_dataset(kind, data_files=name, split="train", streaming=streaming)
+        data = load(kind, data_files=name, split="train", streaming=streaming)
     except (datasets.exceptions.DatasetGenerationError, ValueError, EOFError, gzip.BadGzipFile) as error:
+        raise_full_disk(error)
         if kind == "json" and not streaming and (found := _without_unsound_lines(path)) is not None:
             return found
         problem = None
         with contextlib.suppress(OSError, EOFError):  # a damaged gzip file; the first error says enough
             problem = _broken_line(path) or _undecodable_line(path)
+            if kind == "json" and not streaming and problem is None and (found := _as_one_chunk(path)) is not None:
+                return found
         raise ValueError(
             f"{path} is broken: {problem or error.__cause__ or error}. Repair it, or remove that line"
         ) from error
     if kind == "json" and not streaming and (line := _undecodable_line(path)):  # Arrow accepts invalid UTF-8
         raise ValueError(f"{path} is broken: {line}. Write it as UTF-8")
     return data
+
+
+def load(*given: Any, **options: Any) -> Any:
+    """Load as ``datasets.load_dataset`` does, with the texts of JSON messages as they stand in the file.
+
+    Where a message's content is a text here and a list of parts there, datasets parses the text 42 as a number. It
+    keeps the text if it takes the whole message as JSON.
+    """
+    data = datasets.load_dataset(*given, **options)
+    if data.info.builder_name != "json" or not data.features:
+        return data
+    whole = datasets.List(datasets.Json()) if "Json(" in str(data.features) else None  # older versions have no Json
+    mixed = {
+        name: whole
+        for name, kind in data.features.items()
+        if isinstance(kind, datasets.List) and kind != whole and "Json(" in str(kind)
+    }
+    if not mixed:
+        return data
+    return datasets.load_dataset(*given, **options, features=datasets.Features(data.features | mixed))
+
+
+def raise_full_disk(error: Exception) -> None:
+    """Raise the OSError of a full disk that ``error`` comes from, if it is one: the data are not to blame."""
+    for one in (error, error.__cause__):
+        if isinstance(one, OSError) and one.errno in FULL:
+            raise OSError(
+                errno.ENOSPC,
+                f"No space left on device: datasets keeps what it reads in {datasets.config.HF_DATASETS_CACHE}. Free "
+                "some space there, or set HF_DATASETS_CACHE to a directory on another disk",
+            ) from error
+
+
+def _as_one_chunk(path: Path) -> datasets.Dataset | None:
+    """Load JSON that is valid, with keys that come after the first 10 MB only: datasets takes the types from these.
+
+    ``None`` if something else is wrong with it.
+    """
+    with _opened(path) as file:
+        size = file.seek(0, os.SEEK_END)
+    with contextlib.suppress(datasets.exceptions.DatasetGenerationError, ValueError):
+        return load("json", data_files=glob.escape(str(path)), split="train", chunksize=size + 1)
+    return None
 
 
 def _without_unsound_lines(path: Path) -> datasets.Dataset | None:
@@ -79,7 +127,7 @@ def _without_unsound_lines(path: Path) -> datasets.Dataset | None:
         usable = Path(folder, "usable.jsonl")
         usable.write_text("\n".join(lines), encoding="utf-8")
         try:
-            return datasets.load_dataset("json", data_files=glob.escape(str(usable)), split="train")
+            return load("json", data_files=glob.escape(str(usable)), split="train")
         except (datasets.exceptions.DatasetGenerationError, ValueError):
             return None
 

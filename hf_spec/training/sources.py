@@ -17,7 +17,7 @@ from transformers.utils import logging
 from ..drafts.eagle3.configuration import Eagle3SpeculatorConfig
 from .chat import CHAT_COLUMNS, PAIRS, TEMPLATE_COLUMNS, chat_columns
 from .data import MAX_LENGTH, numbers, packed, prepare_dataset
-from .data_files import FILES, read_file
+from .data_files import FILES, load, raise_full_disk, read_file
 from .features import FeatureCache, cache_features
 from .origin import record_tokenizer
 from .vocabulary import count_tokens, most_frequent
@@ -43,8 +43,9 @@ def load_raw(name: str, split: str = "train", streaming: bool = False) -> datase
                 "rename it, or name a file in it"
             )
         try:
-            return datasets.load_dataset(name, split=split, streaming=streaming)
+            return load(name, split=split, streaming=streaming)
         except (datasets.exceptions.DatasetsError, OSError, ValueError) as error:
+            raise_full_disk(error)
             raise ValueError(
                 f"no data can be read at {name!r}: {error.__cause__ or error}. Name a file of JSON lines (or json, "
                 "csv, parquet, txt), a directory of such files and no others, or a dataset of the Hub"

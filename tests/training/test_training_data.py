@@ -30,8 +30,10 @@ from hf_spec.training import (
     regenerate,
 )
 from hf_spec.training.chat import messages_of
+from hf_spec.training.data_files import read_file
 from hf_spec.training.evaluation import prompts_of
 from hf_spec.training.regenerate import _generate_together
+from hf_spec.training.sources import load_raw
 
 PLAIN = (
     "{% for m in messages %}<{{ m.role }}> {{ m.content }} <end>\n{% endfor %}"
@@ -225,6 +227,39 @@ def test_files_that_cannot_be_read_are_named(name: str, content: str | None, mes
         (tmp_path / name).write_bytes(content.encode("latin-1"))
     with pytest.raises(ValueError if content is not None else FileNotFoundError, match=message):
         prepare_dataset(tmp_path / name, tokenizer())
+
+
+def test_keys_may_come_after_the_first_10_mb(tmp_path: Path) -> None:
+    """The types of a file's columns are those of its first 10 MB."""
+    long = {"messages": [CHAT[0] | {"content": "one " * 75_000}, CHAT[1]]}
+    last = {"messages": [CHAT[0], CHAT[1] | {"cut": True}], "tools": [{"name": "one"}]}
+    path = tmp_path / "a.jsonl.gz"
+    path.write_bytes(gzip.compress("\n".join(map(json.dumps, [*[long] * 36, last])).encode(), 1))
+    assert list(read_file(path))[35:] == [long | {"tools": None}, last]
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_answers_that_are_json_stay_text_beside_a_list_of_parts(streaming: bool, tmp_path: Path) -> None:
+    said = ["42", "true", '{"a":   1.50}', '"one"', "null", "", [{"type": "text", "text": "7"}]]
+    rows = [{"messages": [CHAT[0], {"role": "assistant", "content": one}], "id": 3} for one in said]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    assert list(read_file(tmp_path / "a.jsonl", streaming)) == rows
+    assert list(load_raw(str(tmp_path), streaming=streaming)) == rows
+
+
+def reads_on_a_full_disk(path: Path) -> None:
+    import resource
+
+    resource.setrlimit(resource.RLIMIT_FSIZE, (5_000, 5_000))
+    for name in (path, path.parent):
+        with pytest.raises(OSError, match=r"No space left on device: datasets keeps what it reads in .*HF_DATASETS_"):
+            load_raw(str(name))
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_full_disk_is_not_taken_for_a_broken_file(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text("\n".join([json.dumps({"text": "one " * 500})] * 20))
+    assert in_another_process(reads_on_a_full_disk, tmp_path / "a.jsonl") == 0
 
 
 @pytest.mark.parametrize(
