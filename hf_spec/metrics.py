@@ -136,8 +136,12 @@ class SpeculationStats:
     but delays the rows' tokens. A figure with nothing to divide by is 0.0. In Jupyter the statistics also show the
     text, with accepted draft tokens coloured, once they have a tokenizer: ``out.speculation.show(tokenizer)``.
 
+    Statistics of one request among others hold its share of the seconds of the parts: those of all sum up to the
+    whole. Its ``total_seconds`` are its own time, ``draft_lengths`` those of all.
+
     Args:
-        batch_size: rows of the call. Time is measured from here on.
+        batch_size: rows of the call. Time is measured from here on, that of a request in continuous batching from when
+            it was made.
         synchronize: wait for the accelerator around every timed part. Off by default, because waiting costs time. Then
             work counts for the part that first waits for its result, not for the one that launched it.
         tokenizer: turns tokens into text for the HTML view.
@@ -163,7 +167,7 @@ class SpeculationStats:
 
     def __post_init__(self) -> None:
         self.per_row = self.per_row or [RowStats() for _ in range(self.batch_size)]
-        self._start = time.perf_counter()
+        self.start = time.perf_counter()
         self._compiled: dict[Part, tuple[int, float]] = {}  # graphs and seconds so far
         self._first: list[int] = [0] * self.batch_size  # tokens that rows got in steps with their first one
 
@@ -210,6 +214,7 @@ class SpeculationStats:
             share * self.verify_seconds,
             time_to_first_token=self.time_to_first_token,
             total_seconds=self.time_to_first_token + row.seconds,
+            decode_seconds=max(0.0, row.seconds - self.compile_seconds),
             first_tokens_in_steps=int(self.first_tokens_in_steps > 0),
             draft_lengths=self.draft_lengths,
             invariant=self.invariant,
@@ -218,7 +223,7 @@ class SpeculationStats:
 
     def prefilled(self, tokens: Sequence[int] | None = None) -> None:
         """Record that prefill has given the first token of every row; ``tokens`` are those, for the HTML view."""
-        self.time_to_first_token = time.perf_counter() - self._start
+        self.time_to_first_token = time.perf_counter() - self.start
         for row, token in zip(self.per_row, tokens, strict=True) if tokens is not None else ():
             row.tokens.append(token)
             row.drafted.append(False)
@@ -274,7 +279,7 @@ class SpeculationStats:
             self.first_tokens_in_steps = self.batch_size
             self._first = list(emitted)
         self.steps += 1
-        seconds = time.perf_counter() - self._start - self.time_to_first_token
+        seconds = time.perf_counter() - self.start - self.time_to_first_token
         texts = [()] * len(rows) if tokens is None else tokens
         parts = zip(rows, proposed, accepted, emitted, depth_proposed, texts, strict=True)
         for row, drafted, held, kept, depth, text in parts:
@@ -290,7 +295,7 @@ class SpeculationStats:
             return
         steps = len(tokens[0])
         self.steps += steps
-        seconds = time.perf_counter() - self._start - self.time_to_first_token
+        seconds = time.perf_counter() - self.start - self.time_to_first_token
         for row, text in zip(rows, tokens, strict=True):
             stats = self.per_row[row]
             stats.add_plain_steps(steps)
@@ -300,7 +305,7 @@ class SpeculationStats:
 
     def finish(self, plain_step: float = 0.0) -> None:
         """Record the total time; ``plain_step`` are the seconds of a plain step of all rows, if one was measured."""
-        self.total_seconds = time.perf_counter() - self._start
+        self.total_seconds = time.perf_counter() - self.start
         self.decode_seconds = self.total_seconds - self.time_to_first_token - self.compile_seconds
         longest = max((row.emitted - first for row, first in zip(self.per_row, self._first, strict=True)), default=0)
         self.plain_seconds = plain_step * longest  # plain steps go on until the longest row ends

@@ -157,6 +157,7 @@ class Speculation:
             known = self._aside.pop(name, None) if row is None else row.stats
             if known is None or not getattr(request, "_true_initial_tokens", 0):  # not the id of one that has ended
                 known = SpeculationStats(1)
+                known.start = request.created_time  # it has waited, and parts of its prompt may have been read
             row = Row(name, request, known)
             self._rows[name] = row
         return row
@@ -296,8 +297,8 @@ class Speculation:
             row.steps += steps
             if features is not None:
                 row.unread_features.append(features[place].clone())  # a view would keep all features alive
-            row.stats.target_seconds += run.target_seconds
-            row.stats.verify_seconds += run.verify_seconds
+            row.stats.target_seconds += run.target_seconds / len(run.rows)
+            row.stats.verify_seconds += run.verify_seconds / len(run.rows)
             row.stats.plain_steps([0], [row.request.generated_tokens[-steps:]])
         run.steps, run.target_seconds, run.verify_seconds, run.features = 0, 0.0, 0.0, []
 
@@ -319,8 +320,8 @@ class Speculation:
         proposed, accepted = [], []
         for one, new, states in zip(scored, emitted, features, strict=True):
             row, stats = one.row, one.row.stats
-            stats.target_seconds += target_seconds
-            stats.verify_seconds += verify_seconds
+            stats.target_seconds += target_seconds / len(scored)
+            stats.verify_seconds += verify_seconds / len(scored)
             row.steps += 1
             if states is not None:
                 row.unread_features.append(states)
@@ -373,7 +374,7 @@ class Speculation:
             self._begin_run(rows, 1 if planned else plan.plain_steps)
         seconds = time.perf_counter() - start
         for row in rows:
-            row.stats.propose_seconds += seconds
+            row.stats.propose_seconds += seconds / len(rows)
         self._last_plan = len(rows), start, had_backlog
         return drafts
 

@@ -69,11 +69,17 @@ def speculators(texts: list[list[int]]) -> dict[str, Any]:
 def test_greedy_text_is_plain_generates(kind: str, at_most: int) -> None:
     texts = plain_texts(target(), PROMPT_LIST, greedy())
     assert any(text[-1] == EOS for text in texts)
+    start = time.perf_counter()
     found, manager = serve(
         target(), PROMPT_LIST, at_most, seed=at_most, speculator=speculators(texts)[kind], speculation_config=CHAIN
     )
+    seconds = time.perf_counter() - start
     assert [output.generated_tokens for output in found] == texts
+    for output in found:  # a request begins when it is made, not when its turn comes
+        waited, lived = (moment - output.created_time for moment in output.lifespan)
+        assert waited < output.speculation.time_to_first_token <= lived <= output.speculation.total_seconds
     stats = SpeculationStats.merge([output.speculation for output in found])
+    assert stats.propose_seconds + stats.target_seconds + stats.verify_seconds < seconds, "shared by the requests"
     assert 0 < stats.accepted < stats.proposed
     assert stats.emitted + len(texts) == sum(map(len, texts))
     assert vars(manager.speculation.counts) == vars(stats.counts)

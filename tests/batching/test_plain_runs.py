@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
+import time
 from collections import Counter
 from typing import Any
 
@@ -193,6 +194,19 @@ def test_a_draft_reads_the_hidden_states_of_a_run(monkeypatch: pytest.MonkeyPatc
     for (text, log_probs), (other, same_log_probs) in zip(texts, same_texts, strict=True):
         assert text == other and len(log_probs) == len(text)
         torch.testing.assert_close(torch.tensor(log_probs), torch.tensor(same_log_probs), rtol=1e-4, atol=1e-5)
+
+
+def test_the_seconds_of_a_run_are_shared() -> None:
+    """Those of all requests sum up to those of the engine."""
+    step = Engine(8, speculator="plain")
+    start = time.perf_counter()
+    for _ in range(8):
+        step()
+    stats = [step.manager.speculation.stats_of(str(number), False) for number in range(8)]
+    seconds = time.perf_counter() - start
+    assert all(one.steps >= 6 for one in stats)
+    whole = SpeculationStats.merge(stats)
+    assert whole.propose_seconds + whole.target_seconds + whole.verify_seconds < seconds
 
 
 # --- What a step takes -----------------------------------------------------------------------------------------------

@@ -469,6 +469,7 @@ def test_each_completion_has_its_statistics(
         assert own.batch_size == 1 and own.steps == own.row_steps == own.counts.steps
         assert own.per_row[0].tokens == one.tokens and own.emitted == len(one.tokens) - 1 + own.first_tokens_in_steps
         assert own.mean_accepted_length >= 1 and own.total_seconds >= own.time_to_first_token > 0
+        assert own.decode_seconds == own.per_row[0].seconds
     together = SpeculationStats.merge(stats)
     assert f"τ {together.mean_accepted_length:.2f}" in capsys.readouterr().err
     ids = torch.tensor(texts()[3:5])
