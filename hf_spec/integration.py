@@ -32,7 +32,7 @@ from .decode.outputs import (
     with_speculation,
 )
 from .decode.parts import asked_of_all, collecting, noting_fallbacks, noting_rows
-from .decode.refusals import Refusal
+from .decode.refusals import Refusal, refuse_streams
 from .defaults import default_speculator
 from .drafts.base import Speculator
 from .drafts.early_exit.speculator import EarlyExitSpeculator
@@ -314,6 +314,7 @@ def _speculate(
     kwargs = dict(given)
     with streaming(kwargs, ends_stream) as stream:
         refuse_other_ways(model, kwargs)
+        refuse_streams(kwargs)
         refuse_while_engine_decodes(model)
         speculator = _with_exit_layer(model, speculator, kwargs)
         tokenizer, other = kwargs.pop("tokenizer", None), kwargs.pop("assistant_tokenizer", None)

@@ -22,6 +22,8 @@ from transformers import (
     PreTrainedModel,
     StaticCache,
     TextIteratorStreamer,
+    VoxtralRealtimeConfig,
+    VoxtralRealtimeForConditionalGeneration,
     pipeline,
 )
 from transformers.utils import logging
@@ -158,6 +160,26 @@ def test_a_call_that_a_default_cannot_serve_is_plain(case: str, model: PreTraine
     for own in ({"speculator": draft()}, {"num_speculative_tokens": 3}, {"speculation_config": CHAIN}):
         with pytest.raises(ValueError, match=cause.split("=")[0]):
             model.generate(**prompts(1), **NEW, **options(model), **own)
+
+
+def test_a_live_stream_of_sound_loses_nothing(warned: list[str]) -> None:
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    sound = {**sizes, "num_mel_bins": 8, "head_dim": 8}
+    text = {**sizes, "num_key_value_heads": 2, "vocab_size": 99, "eos_token_id": None}
+    torch.manual_seed(0)
+    model = VoxtralRealtimeForConditionalGeneration(VoxtralRealtimeConfig(audio_config=sound, text_config=text)).eval()
+    chunks = torch.randn(1, 8, 80).split([24] + [8] * 7, dim=-1)
+
+    def write(**options: Any) -> torch.Tensor:
+        options = {"input_features": (one for one in chunks), "num_delay_tokens": 2, "do_sample": False} | options
+        return model.generate(torch.tensor([[1, 5, 6]]), **options)  # type: ignore[operator, no-any-return]
+
+    plain = write()
+    hf_spec.set_speculator(model, "ngram")
+    assert torch.equal(write(), plain) and plain.shape[1] == 3 + 8
+    assert len(warned) == 1 and "input_features is a generator" in warned[0]
+    with pytest.raises(ValueError, match="sound of that moment"):
+        write(speculator="ngram", input_features=torch.cat(chunks, dim=-1))
 
 
 @pytest.mark.parametrize("named", [False, True])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from types import GeneratorType
 from typing import Any
 
 from torch import Tensor
@@ -110,6 +111,16 @@ def _refuse_asked(asked: Callable[[str], Any], other_ways: Sequence[str]) -> Non
         )
     if asked("use_cache") is False:
         raise _refusal("use_cache=False: draft tokens are scored over a cache; leave use_cache at True")
+
+
+def refuse_streams(arguments: dict[str, Any]) -> None:
+    """Raise a ``Refusal`` for an input of a call that is read once, before anything has read a part of it."""
+    for name, value in arguments.items():
+        if isinstance(value, GeneratorType):
+            raise _refusal(
+                f"{name} is a generator, which gives its parts once, one a step, and draft tokens are scored several "
+                "a step; generate without `speculator`"
+            )
 
 
 def refuse_sharing(speculator: Speculator, model_kwargs: dict[str, Any]) -> None:

@@ -40,6 +40,7 @@ REFUSED_CLASSES = {
     "MoshiForConditionalGeneration": (
         "it reads each token together with sound that a second model makes for it once the token is known"
     ),
+    "VoxtralRealtimeForConditionalGeneration": "it reads each token together with the sound of that moment",
     "XLMWithLMHeadModel": "it keeps no key-value cache of transformers (its `cache` is a dictionary of its own)",
 }
 # Parts of models that make sound of a text. The models pass them what ``generate`` was given for the text.

@@ -24,6 +24,7 @@ from transformers import (
     LlamaForCausalLM,
     MoshiForConditionalGeneration,
     PreTrainedModel,
+    VoxtralRealtimeForConditionalGeneration,
     XLMWithLMHeadModel,
 )
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
@@ -424,6 +425,7 @@ def test_poly_mixes_for_each_row_what_its_task_needs(shape: str) -> None:
         (CsmForConditionalGeneration, "several codebooks"),
         (KyutaiSpeechToTextForConditionalGeneration, "sound of that moment"),
         (MoshiForConditionalGeneration, "a second model"),
+        (VoxtralRealtimeForConditionalGeneration, "sound of that moment"),
         (XLMWithLMHeadModel, "no key-value cache"),
     ],
     ids=lambda kind: getattr(kind, "__name__", None),
