@@ -238,7 +238,8 @@ def _refuse_options_of_assistants(kwargs: dict[str, Any]) -> None:
             )
     if (config := kwargs.get("generation_config")) is None:
         return
-    for name in (name for name in _ASSISTED if getattr(config, name, None) is not None):  # maybe for other calls
+    usual = config._get_default_generation_params()  # as pipelines and Whisper fill them in
+    for name in (name for name in _ASSISTED if getattr(config, name, None) not in (None, usual.get(name))):
         logger.warning_once(
             f"generation_config.{name} is for transformers' assisted generation, and does nothing with a speculator: "
             f"{_ASSISTED[name]}."

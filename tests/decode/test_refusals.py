@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -141,6 +142,7 @@ def test_options_of_assisted_generation_are_not_dropped(
 ) -> None:
     refuse(f"{name} is an option of transformers' assisted generation", "Drop it; ", **{name: value})
     config = GenerationConfig(**{name: value, "use_cache": False})
+    logging.Logger.warning_once.cache_clear()  # type: ignore[attr-defined]
     with caplog.at_level("WARNING", "transformers"):  # where hf_spec's messages go, too
         refuse("use_cache", "", generation_config=config)
     assert f"generation_config.{name} is for" in caplog.text

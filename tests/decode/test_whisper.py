@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import logging
 import os
 import runpy
 from collections.abc import Iterator
@@ -292,6 +293,14 @@ def test_a_default_speculator(caplog: pytest.LogCaptureFixture) -> None:
     beams = model.generate(**given, **ENDS, num_beams=2)
     assert hf_spec.last_speculation(model) is None  # decoded plainly
     assert torch.equal(beams, target(False).generate(**given, **ENDS, num_beams=2))
+
+
+def test_settings_that_transformers_fills_in_are_nobodys(caplog: pytest.LogCaptureFixture) -> None:
+    """Whisper passes on a configuration with those of assisted generation."""
+    logging.Logger.warning_once.cache_clear()  # type: ignore[attr-defined]
+    with caplog.at_level("WARNING", "transformers"):
+        whisper().generate(**sound(target(False), 1, 3.2), **ENDS, speculator=draft(False))
+    assert "assisted generation" not in caplog.text
 
 
 def test_the_speculator_of_a_call_comes_before_that_of_a_generation_config() -> None:
