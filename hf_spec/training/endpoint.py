@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import itertools
 import os
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
+from queue import SimpleQueue
 from typing import Any, TypeVar
 
 A = TypeVar("A")
@@ -102,17 +104,36 @@ def request_of(arguments: dict[str, Any], options: dict[str, Any]) -> dict[str, 
 
 
 def map_in_threads(function: Callable[[A], B], given: Iterable[A], at_once: int) -> Iterator[B]:
-    """Yield ``function`` of each of ``given``, in their order, computed by ``at_once`` threads."""
+    """Yield ``function`` of each of ``given``, in their order, computed by ``at_once`` threads.
+
+    Nothing waits for running calls after an error or an interruption: a request may take minutes. So the threads are
+    daemons, and not those of a ``ThreadPoolExecutor``, which Python joins.
+    """
     rest, waiting = iter(given), deque[Future[B]]()
-    with ThreadPoolExecutor(at_once) as pool:
-        try:
-            while True:
-                waiting += [
-                    pool.submit(function, one)
-                    for one in itertools.islice(rest, QUEUED_PER_THREAD * at_once - len(waiting))
-                ]
-                if not waiting:
-                    return
-                yield waiting.popleft().result()
-        finally:
-            pool.shutdown(wait=False, cancel_futures=True)
+    tasks: SimpleQueue[tuple[Future[B], A] | None] = SimpleQueue()
+
+    def work() -> None:
+        while (task := tasks.get()) is not None:
+            future, one = task
+            if not future.set_running_or_notify_cancel():
+                continue
+            try:
+                future.set_result(function(one))
+            except BaseException as error:
+                future.set_exception(error)
+
+    for _ in range(at_once):
+        threading.Thread(target=work, daemon=True).start()
+    try:
+        while True:
+            for one in itertools.islice(rest, QUEUED_PER_THREAD * at_once - len(waiting)):
+                waiting.append(Future())
+                tasks.put((waiting[-1], one))
+            if not waiting:
+                return
+            yield waiting.popleft().result()
+    finally:
+        for future in waiting:
+            future.cancel()
+        for _ in range(at_once):
+            tasks.put(None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -150,6 +151,25 @@ def test_an_error_ends_what_waits() -> None:
     with pytest.raises(ConnectionError):
         list(map_in_threads(fail, range(100), 2))
     assert len(begun) < 20
+
+
+def test_nothing_waits_for_running_requests_after_an_error() -> None:
+    """Nor when Python ends, which joins all threads but daemons."""
+    runs, goes_on, before = threading.Event(), threading.Event(), {*threading.enumerate()}
+
+    def fail(number: int) -> None:
+        if number == 0:
+            assert runs.wait(timeout=5)
+            raise ConnectionError
+        runs.set()
+        goes_on.wait(timeout=5)
+
+    begun = time.monotonic()
+    with pytest.raises(ConnectionError):
+        list(map_in_threads(fail, range(2), 2))
+    assert time.monotonic() - begun < 4
+    assert all(thread.daemon for thread in {*threading.enumerate()} - before)
+    goes_on.set()
 
 
 @pytest.mark.parametrize("lost", ["tool_calls", "reasoning_content", "reasoning"])
