@@ -28,6 +28,7 @@ from hf_spec.drafts.eagle3.configuration import Eagle3SpeculatorConfig
 from hf_spec.drafts.medusa.configuration import MedusaSpeculatorConfig
 from hf_spec.training import DraftTrainer, cache_features
 from hf_spec.training.evaluation import measure, within_positions
+from hf_spec.training.muon import MuonAndAdamW
 from hf_spec.training.recipe import read_recipe, train
 
 ROOT = Path(__file__).parents[2]
@@ -88,6 +89,8 @@ def test_a_search_counts_the_steps_of_its_trial(tmp_path: Path) -> None:
     search("unroll_steps", [2, 3])  # after which nothing was logged
     assert sorted(asked for asked, *_ in found) == [2, 3]
     assert all(asked == steps for asked, steps, _ in found), found
+    search("muon_learning_rate", [0.01, 0.02])
+    assert isinstance(trainer.optimizer.optimizer, MuonAndAdamW)
     with pytest.raises(ValueError, match="freeze_lm_head cannot be searched over"):
         search("freeze_lm_head", [True, False])
 
