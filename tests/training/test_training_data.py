@@ -17,7 +17,13 @@ import torch
 from golden import tiny_target
 from groups import in_another_process
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
-from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    PreTrainedTokenizerFast,
+    Qwen2AudioProcessor,
+    WhisperFeatureExtractor,
+)
 
 from hf_spec.training import (
     DraftCollator,
@@ -442,8 +448,11 @@ def test_prepared_examples_know_their_tokenizer(tmp_path: Path) -> None:
     smaller = tiny_target(vocab_size=count - 2)  # which has the ids of these examples, but they mean other tokens
     with pytest.raises(ValueError, match=f"a tokenizer of {count} tokens, of which the target has {count - 2}"):
         DraftTrainer(tiny_target(vocab_size=count - 2), smaller, arguments, train_dataset=rows)
-    for given in (None, tokenizer(MARKED)):  # the same tokens
+    own = tokenizer(MARKED)
+    own.tokenizer = object()  # as that of Mistral has
+    for given in (None, own, Qwen2AudioProcessor(WhisperFeatureExtractor(), tokenizer())):  # the same tokens
         DraftTrainer(tiny_target(vocab_size=count), target, arguments, train_dataset=rows, processing_class=given)
+        cache_features(rows, target, (), tmp_path / "features", tokenizer=given, progress=False)
 
 
 def test_counts_are_of_answers(tmp_path: Path) -> None:
