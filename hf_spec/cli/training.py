@@ -49,7 +49,8 @@ def add_prepare(commands: Any) -> None:
     add("data", help="file of JSON lines (or json, csv, parquet, txt), or a dataset of the Hub")
     add("out", help="directory to write, which must not exist; for `data:` in the recipe of hf-spec train")
     add("--target", required=True, metavar="MODEL", help="directory or Hub id, whose tokenizer is used")
-    add("--split", default="train", metavar="NAME", help="of a dataset of the Hub (%(default)s)")
+    add("--config", metavar="NAME", help="of a dataset of the Hub that has several configurations")
+    add("--split", default="train", metavar="NAME", help="of a dataset, or a slice such as train[:2000] (%(default)s)")
     add("--text-column", default="text", metavar="NAME", help="of plain text (%(default)s); one that you name goes "
         "before conversations")  # fmt: skip
     add("--max-length", type=at_least(1), default=2048, metavar="N", help="tokens of an example (%(default)s)")
@@ -111,7 +112,7 @@ def _prepare(args: argparse.Namespace) -> None:
     if args.endpoint and (args.speculator or not args.regenerate):
         raise ValueError("--endpoint needs --regenerate FILE, and takes no --speculator: the server may have its own")
     config = config_of(args.target)
-    data = load_raw(args.data, args.split)
+    data = load_raw(args.data, args.split, config=args.config)
     state, device = launched(args.device)
     if args.regenerate:
         data = load_raw(_regenerated(data, args, state, device))

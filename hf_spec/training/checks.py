@@ -33,11 +33,7 @@ def check_call(target: Any, args: Any, given: Mapping[str, Any]) -> None:
             f"{idle[0]} would not be called, because logits are not kept: choose a loss by objective=, and "
             "override evaluate() for more metrics"
         )
-    if args.n_gpu > 1:
-        raise ValueError(
-            f"{args.n_gpu} devices but one process: start one process per device with `accelerate launch` or "
-            "`torchrun`, or choose one device with CUDA_VISIBLE_DEVICES"
-        )
+    check_devices(args)
     if not isinstance(base_model(target), PreTrainedModel) or isinstance(base_model(target), DraftModel):
         raise TypeError(
             f"the target is a {type(target).__name__}: pass a loaded language model as the second argument"
@@ -53,6 +49,15 @@ def check_call(target: Any, args: Any, given: Mapping[str, Any]) -> None:
             "the hidden states of decoder-only targets, and their layers cannot attend to a source. Draft for it by a "
             "smaller encoder-decoder model, which transformers' Seq2SeqTrainer trains, by a decoder that shares its "
             "encoder, or by 'ngram'"
+        )
+
+
+def check_devices(args: DraftTrainingArguments) -> None:
+    """Raise a ValueError if this process sees several devices, which ``Trainer`` would run by ``DataParallel``."""
+    if args.n_gpu > 1:
+        raise ValueError(
+            f"{args.n_gpu} devices but one process: start one process per device with `accelerate launch` or "
+            "`torchrun`, or choose one device with CUDA_VISIBLE_DEVICES"
         )
 
 

@@ -36,6 +36,7 @@ from ..scoring.adapters import base_model
 from ..untrusted import DEEPEST, check_ends, check_sound
 from .arguments import DraftTrainingArguments
 from .card import PLACE
+from .checks import check_devices
 from .data import prepare_dataset
 from .features import FeatureCache
 from .origin import check_tokenizer
@@ -47,7 +48,7 @@ from .vocabulary import count_tokens, new_draft
 # The keys of each section, and the types of their values.
 SECTIONS = {**dict.fromkeys(("data", "target", "draft", "prepare", "features", "trainer", "peft"), Any)}
 TARGET = dict.fromkeys(("name", "adapter", "dtype", "attn_implementation", "revision"), str) | {"device_map": Any}
-PREPARE = {"split": str, "streaming": bool, "held_out": int | None, **get_type_hints(prepare_dataset)}
+PREPARE = {"split": str, "config": str, "streaming": bool, "held_out": int | None, **get_type_hints(prepare_dataset)}
 PREPARE = {name: hint for name, hint in PREPARE.items() if name not in ("dataset", "tokenizer", "return")}
 FEATURES = {"directory": str, "without_target": bool, "dtype": str, "batch_size": int, "shard_size": int}
 SIZES = ("model_type", "vocab_size", "hidden_size", "num_hidden_layers", "intermediate_size", "num_attention_heads")
@@ -209,6 +210,7 @@ def train(recipe: dict[str, Any], changes: Sequence[str] = ()) -> tuple[str, dic
     wrong type; whatever preparing, loading and training raise.
     """
     args, adapter = training_arguments(recipe["trainer"], changes), _adapter(recipe.get("peft"))
+    check_devices(args)
     names = [hub_name(name) for name in weights_of(recipe["data"])]
     args.data_name = args.data_name or ", ".join(name for name in names if name) or None
     if recipe["prepare"].get("streaming") and args.max_steps <= 0:
@@ -228,6 +230,11 @@ def train(recipe: dict[str, Any], changes: Sequence[str] = ()) -> tuple[str, dic
     with args.main_process_first(desc="preparing data"):
         splits = _splits(recipe, tokenizer, max_positions(target_config))
         check_tokenizer(splits["train"], tokenizer)
+    if args.eval_strategy != "no" and "test" not in splits:
+        raise ValueError(
+            "eval_strategy asks for evaluations, and no example is held out: set held_out in prepare to more than 0, "
+            "or eval_strategy to 'no'"
+        )
     if features and args.world_size > 1:
         _check_finished(features["directory"], splits, name)
     target = (alone and _target_of_caches(features["directory"], splits, name, target_config)) or _target(
@@ -288,8 +295,8 @@ def _splits(recipe: dict[str, Any], tokenizer: Any, positions: int) -> Any:
     if isinstance(recipe["data"], str) and is_prepared(recipe["data"]):
         return saved(recipe["data"])
     options = dict(recipe["prepare"])
-    split, streaming = options.pop("split", "train"), options.pop("streaming", False)
-    data = [(load_raw(name, split, streaming), weight) for name, weight in weights_of(recipe["data"]).items()]
+    how = {name: options.pop(name) for name in ("split", "streaming", "config") if name in options}
+    data = [(load_raw(name, **how), weight) for name, weight in weights_of(recipe["data"]).items()]
     return prepared(data, tokenizer, positions=positions, **options)
 
 

@@ -28,31 +28,55 @@ HELD_OUT = 64  # examples for evaluation by default, at most
 MIXED = 1000  # examples in a stream's shuffle buffer
 
 
-def load_raw(name: str, split: str = "train", streaming: bool = False) -> datasets.Dataset | datasets.IterableDataset:
+def load_raw(
+    name: str, split: str = "train", streaming: bool = False, config: str | None = None
+) -> datasets.Dataset | datasets.IterableDataset:
     """Load a file, a directory that ``save_to_disk`` wrote, or a dataset of the Hub or of a directory of files.
+
+    A file has the ``split`` ``"train"`` alone, and slices of it such as ``"train[:100]"``. ``config`` chooses one of
+    several configurations of a dataset of the Hub.
 
     Errors: those of ``read_file``, and a ValueError if there is no dataset, or a broken one.
     """
     path = Path(name)
-    if path.is_file() or path.suffix in FILES:
-        return read_file(path, streaming)
-    if not any(path.joinpath(file).is_file() for file in ("state.json", "dataset_dict.json")):
-        if path.is_dir() and glob.has_magic(str(path.resolve())):
-            raise ValueError(
-                f"the directory {path.resolve()} has one of *?[ in its path, which datasets takes for a pattern: "
-                "rename it, or name a file in it"
-            )
-        try:
-            return load(name, split=split, streaming=streaming)
-        except (datasets.exceptions.DatasetsError, OSError, ValueError) as error:
-            raise_full_disk(error)
-            raise ValueError(
-                f"no data can be read at {name!r}: {error.__cause__ or error}. Name a file of JSON lines (or json, "
-                "csv, parquet, txt), a directory of such files and no others, or a dataset of the Hub"
-            ) from error
-    data = saved(name)
-    data = data[split] if isinstance(data, datasets.DatasetDict) else data
-    return data.to_iterable_dataset() if streaming else data
+    is_file = path.is_file() or path.suffix in FILES
+    if is_file or any(path.joinpath(file).is_file() for file in ("state.json", "dataset_dict.json")):
+        if config is not None:
+            raise ValueError(f"{name} has no configurations, as datasets of the Hub may: leave out config {config!r}")
+        if is_file:
+            return _part(read_file(path, streaming), split, name)
+        data = _part(saved(name), split, name)
+        return data.to_iterable_dataset() if streaming else data
+    if path.is_dir() and glob.has_magic(str(path.resolve())):
+        raise ValueError(
+            f"the directory {path.resolve()} has one of *?[ in its path, which datasets takes for a pattern: "
+            "rename it, or name a file in it"
+        )
+    try:
+        return load(name, config, split=split, streaming=streaming)
+    except (datasets.exceptions.DatasetsError, OSError, ValueError) as error:
+        raise_full_disk(error)
+        raise ValueError(
+            f"no data can be read at {name!r}: {error.__cause__ or error}. Name a file of JSON lines (or json, "
+            "csv, parquet, txt), a directory of such files and no others, or a dataset of the Hub, and one of its "
+            "configurations by config if it has several"
+        ) from error
+
+
+def _part(data: Any, split: str, name: str) -> Any:
+    """Return a split of ``data``, or a slice, as ``datasets.load_dataset`` would; a single dataset is ``"train"``."""
+    splits = data if isinstance(data, datasets.DatasetDict) else {"train": data}
+    if split in splits:
+        return splits[split]
+    try:
+        lengths = {one: len(part) for one, part in splits.items()}
+        wanted = datasets.ReadInstruction.from_spec(split).to_absolute(lengths)
+    except (TypeError, ValueError) as error:  # the length of a stream is unknown
+        raise ValueError(
+            f"{name} has no split {split!r}: name one of {[*splits]}, or a slice such as {next(iter(splits))}[:100], "
+            "which a stream does not have"
+        ) from error
+    return datasets.concatenate_datasets([splits[one.splitname].select(range(one.from_, one.to)) for one in wanted])
 
 
 def is_prepared(name: str) -> bool:

@@ -226,6 +226,21 @@ def test_several_files_are_mixed_by_weight_and_what_is_held_out_is_not_trained_o
             check_tokenizer(splits["train"], AutoTokenizer.from_pretrained(demo.path()))
 
 
+def test_slices_of_files_and_of_saved_datasets(tmp_path: Path) -> None:
+    rows = datasets.Dataset.from_dict({"text": NUMBERS})
+    rows.save_to_disk(str(tmp_path / "alone"))
+    datasets.DatasetDict(train=rows, test=rows.select([1])).save_to_disk(str(tmp_path / "both"))
+    rows.to_json(tmp_path / "a.jsonl")
+    problem = r"has no split 'dev': name one of \['train'.*slice such as train\["
+    for name in ("a.jsonl", "alone", "both"):
+        assert list(load_raw(str(tmp_path / name), "train[:25%]+train[-1:]")["text"]) == ["one", "two", "eight"]
+        with pytest.raises(ValueError, match=problem):
+            load_raw(str(tmp_path / name), "dev")
+    assert load_raw(str(tmp_path / "both"), "test[:1]")["text"] == ["two"]
+    with pytest.raises(ValueError, match=r"no split 'train\[:2\]': .* which a stream does not have"):
+        load_raw(str(tmp_path / "a.jsonl"), "train[:2]", streaming=True)
+
+
 @pytest.mark.parametrize(
     ("data", "said"),
     [

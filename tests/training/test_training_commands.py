@@ -29,7 +29,7 @@ datasets = pytest.importorskip("datasets")
 peft = pytest.importorskip("peft")
 from hf_spec.progress import Progress  # noqa: E402
 from hf_spec.training import DraftTrainer, DraftTrainingArguments  # noqa: E402
-from hf_spec.training.recipe import FEATURES, PREPARE, read_recipe, train, training_arguments  # noqa: E402
+from hf_spec.training.recipe import FEATURES, PREPARE, _splits, read_recipe, train, training_arguments  # noqa: E402
 from hf_spec.training.sources import coverage, is_prepared, prepared  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
@@ -75,6 +75,29 @@ def test_prepared_text_is_what_a_draft_is_trained_on(stories: Path, tmp_path: Pa
     assert AutoModel.from_pretrained(tmp_path / "draft").config.num_heads == 2
     assert main(["prepare", str(stories), str(out), *options]) == 1
     assert "exists; choose another directory" in capsys.readouterr().err
+
+
+def test_a_part_of_one_of_several_configurations_is_prepared(tmp_path: Path, capsys: Any) -> None:
+    """A directory may have several, as datasets of the Hub do."""
+    source = tmp_path / "source"
+    source.mkdir()
+    named = "".join(f"- {{config_name: {name}, data_files: {name}.jsonl}}\n" for name in ("main", "other"))
+    (source / "README.md").write_text(f"---\nconfigs:\n{named}---\n", encoding="utf-8")
+    for name in ("main", "other"):
+        lines = [json.dumps({"text": f"The {name} story of a dog, {i}"}) for i in range(9)]
+        (source / f"{name}.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    call = ["prepare", str(source), str(tmp_path / "rows"), "--target", TARGET, "--held-out", "0"]
+    assert main(call) == 1
+    assert "among the available configs: ['main', 'other']" in capsys.readouterr().err
+    assert main([*call, "--config", "other", "--split", "train[:3]"]) == 0
+    tokenizer = AutoTokenizer.from_pretrained(TARGET)
+    made = datasets.load_from_disk(str(tmp_path / "rows"))["train"]
+    assert made["input_ids"] == [tokenizer(json.loads(line)["text"])["input_ids"] for line in lines[:3]]
+    options = {"held_out": 0, "config": "other", "split": "train[:3]"}
+    assert list(_splits({"data": str(source), "prepare": options}, tokenizer, 0)["train"]) == list(made)
+    call[1:3] = str(source / "main.jsonl"), str(tmp_path / "none")
+    assert main([*call, "--config", "other"]) == 1
+    assert "has no configurations, as datasets of the Hub may: leave out config 'other'" in capsys.readouterr().err
 
 
 def prepare_on_a_full_disk(*argv: str) -> None:
@@ -209,6 +232,7 @@ def test_the_example_is_a_recipe(optional: bool, stories: Path, tmp_path: Path) 
     if optional:  # an adapter on a draft that exists
         given["draft"] = str(demo.path("draft-eagle3"))
     given["prepare"] |= {"max_length": 64, "num_proc": None, "held_out": 4, "streaming": False}
+    given["prepare"].pop("config", None)  # the data are a file
     given["trainer"] |= TRAINER | {"output_dir": str(tmp_path / "draft"), "save_strategy": "steps"}
     given["trainer"] |= {"bf16": False, "push_to_hub": False, "resume_from_checkpoint": None}
     if optional:
@@ -219,6 +243,19 @@ def test_the_example_is_a_recipe(optional: bool, stories: Path, tmp_path: Path) 
     saved = {path.name for path in Path(directory).iterdir()}
     assert {"adapter_config.json" if optional else "config.json", "README.md"} <= saved
     assert (tmp_path / "features").exists() == optional
+
+
+def test_what_no_training_could_do_is_refused_before_features_are_made(
+    stories: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sections = {"features": str(tmp_path / "features"), "prepare": {"held_out": 0}}
+    path = recipe(tmp_path, stories, {"kind": "medusa"}, trainer={"eval_strategy": "epoch"}, **sections)
+    assert main(["train", path]) == 1
+    assert "no example is held out: set held_out in prepare to more than 0, or eval" in capsys.readouterr().err
+    monkeypatch.setattr(DraftTrainingArguments, "n_gpu", 2)
+    assert main(["train", path, "--target", "none/such"]) == 1
+    assert "2 devices but one process" in capsys.readouterr().err
+    assert not (tmp_path / "features").exists()
 
 
 def test_a_trained_adapter_is_told_from_a_draft(stories: Path, tmp_path: Path, capsys: Any) -> None:
