@@ -54,7 +54,7 @@ SIZES: dict[str, int] = {
         16: """q_lora_rank kv_lora_rank o_lora_rank hc_lowrank attention_head_dim query_pre_attn_scalar
             index_n_heads""",  # with few indexer heads exact ties decide the top-k, differently for each tensor width
         32: """hidden_size d_model n_embd emb_dim embed_dim embedding_dim embedding_size projector_hidden_size
-            vision_output_dim projector_input_dim projector_output_dim word_embed_proj_dim lru_width
+            vision_output_dim projector_input_dim projector_output_dim projection_dim word_embed_proj_dim lru_width
             input_embedding_size output_embedding_size out_hidden_size router_hidden_size
             moe_intermediate_size shared_intermediate_size expert_ffn_hidden_size shared_expert_intermediate_size
             shared_experts_intermediate_size moe_shared_expert_intermediate_size""",
@@ -191,7 +191,7 @@ SEEDS: dict[str, int] = {
     name: seed
     for seed, names in {
         1: """bert-generation cpmant ctrl flint gpt_bigcode kolibri1 mpt olmo2 recurrent_gemma falcon:alibi
-            mpt:learned vl:mistral3""",
+            mpt:learned vl:mistral3 vl:paligemma""",
         2: "persimmon plbart",
         3: "prophetnet",
         4: "apertus blenderbot-small xlm-roberta-xl",

@@ -67,8 +67,8 @@ def inputs_of(model: PreTrainedModel, ids: Tensor) -> Iterator[tuple[str, dict[s
     ids = torch.cat([ids[:, :3], image, ids[:, 3:]], dim=1)
     given = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "pixel_values": pixels}
     for name in ("token_type_ids", "mm_token_type_ids"):
-        if name in known:
-            given[name] = (ids == IMAGE).long()
+        if name in known:  # PaliGemma's processor gives the type 0 to the whole of what is seen from everywhere
+            given[name] = (ids == IMAGE).long() * (model.config.model_type != "paligemma")
     yield "images", given
 
 

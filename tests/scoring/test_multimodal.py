@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from architectures import build, prompts
+from sweep import inputs_of
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import CONFIG_MAPPING, PreTrainedModel
@@ -135,8 +136,10 @@ def test_images_that_stand_before_the_tokens(shape: str) -> None:
 def test_prompts_that_look_at_all_of_themselves(attention: str) -> None:
     """A prefix language model must not see guesses while it reads the prompt."""
     model, inputs = build("vl:paligemma", attn_implementation=attention), prompts(1)
-    plain = model.generate(**inputs, **OPTIONS)
-    assert torch.equal(model.generate(**inputs, **OPTIONS, speculator=Oracle(plain)), plain)
+    for given in (inputs, *(images for _, images in inputs_of(model, inputs["input_ids"]))):
+        plain = model.generate(**given, **OPTIONS)
+        assert torch.equal(model.generate(**given, **OPTIONS, speculator=Oracle(plain)), plain)
+    assert "pixel_values" in given
     assert reads_prompts_causally(model) == (attention == "eager")  # which always gets a causal mask
     assert reads_prompts_causally(build("llama", attn_implementation=attention))
 
