@@ -12,7 +12,7 @@ from transformers.integrations.integration_utils import get_available_reporting_
 
 from ..settings import is_temperature
 from .losses import Normalizer, Outside, objective_terms
-from .sharding import splits_matrices
+from .sharding import check_complete_matrices
 
 # Arguments that must be numbers (NUMBERS) or integers (INTEGERS), and the bounds of their values.
 NUMBERS = (
@@ -132,7 +132,8 @@ class DraftTrainingArguments(TrainingArguments):
             )
         if "sampled" in (self.metric_for_best_model or "") and self.eval_temperature is None:
             raise ValueError(f"{self.metric_for_best_model} is measured by sampling: set eval_temperature")
-        self.check_muon()
+        if self.muon_learning_rate is not None:
+            check_complete_matrices(self)
         if self.remove_unused_columns:
             raise ValueError("remove_unused_columns would remove what the target reads; leave it False")
         if self.torch_compile:
@@ -184,14 +185,6 @@ class DraftTrainingArguments(TrainingArguments):
         if self.eval_temperature is not None and not is_temperature(self.eval_temperature):
             raise ValueError(
                 f"eval_temperature is {self.eval_temperature!r}, too small to divide by; set at least 1e-30"
-            )
-
-    def check_muon(self) -> None:
-        """Raise a ValueError for Muon with matrices that are sharded."""
-        if self.muon_learning_rate is not None and splits_matrices(self):
-            raise ValueError(
-                "Muon needs complete matrices, and FSDP and DeepSpeed give each process a part of them: leave "
-                "muon_learning_rate out, or train without sharding"
             )
 
     def check_without_target(self) -> None:

@@ -26,6 +26,15 @@ def splits_matrices(args: TrainingArguments) -> bool:
     return is_asked_for(args) or bool(args.deepspeed) or _launched_with("DEEPSPEED")
 
 
+def check_complete_matrices(args: TrainingArguments) -> None:
+    """Raise a ValueError if a process may hold only a part of a matrix, of which Muon could not take a step."""
+    if splits_matrices(args):
+        raise ValueError(
+            "Muon needs complete matrices, and FSDP and DeepSpeed give each process a part of them: leave "
+            "muon_learning_rate out, or train without sharding"
+        )
+
+
 def _launched_with(plugin: str) -> bool:
     return os.environ.get(f"ACCELERATE_USE_{plugin}", "false").lower() in ("true", "1")
 

@@ -129,7 +129,7 @@ class DraftTrainer(Trainer):
         if self.settings.freeze_lm_head != self._is_head_frozen:  # Trainer makes the draft before it sets arguments
             raise ValueError("freeze_lm_head cannot be searched over: make one search with it, and one without")
         if self.settings.muon_learning_rate is not None:  # which the search may have begun without
-            self.settings.check_muon()
+            sharding.check_complete_matrices(self.settings)
             self.optimizer_cls_and_kwargs = cast(Any, muon.factory(self.settings))
 
     def _prepare_draft(self, model: Any, args: DraftTrainingArguments) -> Any:

@@ -248,7 +248,7 @@ def test_the_example_is_a_recipe(optional: bool, stories: Path, tmp_path: Path) 
 def test_what_no_training_could_do_is_refused_before_features_are_made(
     stories: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sections = {"features": str(tmp_path / "features"), "prepare": {"held_out": 0}}
+    sections: dict[str, Any] = {"features": str(tmp_path / "features"), "prepare": {"held_out": 0}}
     path = recipe(tmp_path, stories, {"kind": "medusa"}, trainer={"eval_strategy": "epoch"}, **sections)
     assert main(["train", path]) == 1
     assert "no example is held out: set held_out in prepare to more than 0, or eval" in capsys.readouterr().err
@@ -511,7 +511,7 @@ def test_mistakes_in_a_recipe_are_named(change: dict[str, Any], problem: str, tm
         ({"prepare": {"held_out": 500, "streaming": True}}, [], "held_out is 500"),
         ({"prepare": {"num_proc": 2, "streaming": True}}, [], "leave out num_proc"),
         ({"prepare": {"streaming": True}, "trainer": {"max_steps": -1}}, [], "set max_steps"),
-        ({"prepare": {"max_length": 64, "held_out": 0}, "trainer": {"eval_strategy": "epoch"}}, [], "eval_dataset"),
+        ({"prepare": {"max_length": 64, "held_out": 0}, "trainer": {"eval_strategy": "epoch"}}, [], "is held out"),
     ],
 )
 def test_nothing_is_trained_by_a_wrong_recipe(
