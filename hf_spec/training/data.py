@@ -18,6 +18,7 @@ from torch.nn.functional import pad
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging
 
+from ..scoring.plain import tokenizer_in
 from .chat import (
     CHAT_COLUMNS,
     CUT,
@@ -91,6 +92,7 @@ def prepare_dataset(
     are needed, and for ``num_proc`` with a stream.
     """
     _check_choices(max_length, too_long, cut_answers, earlier_answers, last_turn_only)
+    tokenizer = tokenizer_in(tokenizer)
     if isinstance(dataset, str | os.PathLike):
         dataset = read_file(dataset)
     is_stream = _is_stream(dataset)

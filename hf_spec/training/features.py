@@ -34,12 +34,12 @@ from ..checkpoints.fingerprint import differences, fingerprint, has_body, tokeni
 from ..configuration import hub_name
 from ..progress import Progress
 from ..scoring.adapters import base_model
-from ..scoring.plain import input_device
+from ..scoring.plain import input_device, tokenizer_in
 from ..settings import is_int
 from ..untrusted import check_ends, printable
 from .data import COLUMNS, DraftCollator, check_examples
 from .embeddings_and_head import load_embeddings_and_head, save_embeddings_and_head
-from .origin import check_tokenizer, of_text
+from .origin import check_tokenizer
 from .teacher import Reader
 
 logger = logging.get_logger(__name__)
@@ -89,7 +89,7 @@ def cache_features(
         raise ValueError(f"dtype is {kind}, which holds no states; take torch.bfloat16 or another kind of float")
     made_from = {
         **fingerprint(target),
-        "tokenizer": None if tokenizer is None else tokenizer_digest(of_text(tokenizer)),
+        "tokenizer": None if tokenizer is None else tokenizer_digest(tokenizer_in(tokenizer)),
         "dataset": survey.digest,
         "layers": kept,
         "dtype": str(kind).removeprefix("torch."),

@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase
-
 from ..checkpoints.fingerprint import vocabulary_digest
+from ..scoring.plain import tokenizer_in
 
 
 def record_tokenizer(examples: Any, tokenizer: Any) -> None:
     """Write the tokenizer's digest into the dataset's description, which is saved with the dataset."""
-    tokenizer = of_text(tokenizer)
+    tokenizer = tokenizer_in(tokenizer)
     made_from = {"vocabulary": vocabulary_digest(tokenizer), "tokens": len(tokenizer)}
     examples.info.description = json.dumps({"hf_spec": made_from})
 
@@ -26,15 +25,10 @@ def check_tokenizer(examples: Any, tokenizer: Any, tokens: int | None = None) ->
         made_from = json.loads(examples.info.description)["hf_spec"]
     except (AttributeError, ValueError, LookupError, TypeError):
         return
-    if tokenizer is not None and made_from["vocabulary"] != vocabulary_digest(of_text(tokenizer)):
+    if tokenizer is not None and made_from["vocabulary"] != vocabulary_digest(tokenizer_in(tokenizer)):
         problem = "with another tokenizer"
     elif tokens is not None and made_from["tokens"] > tokens:
         problem = f"with a tokenizer of {made_from['tokens']} tokens, of which the target has {tokens}"
     else:
         return
     raise ValueError(f"the examples were prepared {problem}: prepare the data again, with that of the target")
-
-
-def of_text(tokenizer: Any) -> Any:
-    """Return the tokenizer of a processor; some tokenizers have an attribute of that name, too."""
-    return tokenizer if isinstance(tokenizer, PreTrainedTokenizerBase) else getattr(tokenizer, "tokenizer", tokenizer)

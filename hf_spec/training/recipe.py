@@ -41,7 +41,7 @@ from .data import prepare_dataset
 from .features import FeatureCache
 from .origin import check_tokenizer
 from .resuming import asks_to_resume, check_output_dir
-from .sources import cache_splits, is_prepared, load_raw, prepared, saved, weights_of
+from .sources import cache_splits, is_file, is_prepared, load_raw, prepared, saved, weights_of
 from .trainer import DraftTrainer
 from .vocabulary import count_tokens, new_draft
 
@@ -232,8 +232,8 @@ def train(recipe: dict[str, Any], changes: Sequence[str] = ()) -> tuple[str, dic
         check_tokenizer(splits["train"], tokenizer)
     if args.eval_strategy != "no" and "test" not in splits:
         raise ValueError(
-            "eval_strategy asks for evaluations, and no example is held out: set held_out in prepare to more than 0, "
-            "or eval_strategy to 'no'"
+            "eval_strategy asks for evaluations, and no example is held out: prepare more than one example with "
+            "held_out above 0 (hf-spec prepare --held-out), or set eval_strategy to 'no'"
         )
     if features and args.world_size > 1:
         _check_finished(features["directory"], splits, name)
@@ -296,8 +296,17 @@ def _splits(recipe: dict[str, Any], tokenizer: Any, positions: int) -> Any:
         return saved(recipe["data"])
     options = dict(recipe["prepare"])
     how = {name: options.pop(name) for name in ("split", "streaming", "config") if name in options}
-    data = [(load_raw(name, **how), weight) for name, weight in weights_of(recipe["data"]).items()]
+    data = [(load_raw(name, **_applicable(how, name)), weight) for name, weight in weights_of(recipe["data"]).items()]
     return prepared(data, tokenizer, positions=positions, **options)
+
+
+def _applicable(how: dict[str, Any], name: str) -> dict[str, Any]:
+    """Leave out, with a warning, what a file does not have: a recipe may name datasets of the Hub beside it."""
+    left = [key for key in ("config", "split") if is_file(name) and how.get(key) is not None]
+    left = [key for key in left if key == "config" or how[key].partition("[")[0] != "train"]
+    for key in left:
+        logger.warning(f"{name} is a file, which has no {key} {how[key]!r}: all of it is read")
+    return {key: value for key, value in how.items() if key not in left}
 
 
 def _check_finished(directory: str, parts: Iterable[str], name: str) -> None:

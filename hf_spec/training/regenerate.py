@@ -18,7 +18,7 @@ from transformers.utils import logging
 from ..checkpoints.fingerprint import computing, differences, fingerprint, generation_settings, tokenizer_digest
 from ..processes import Processes
 from ..progress import Progress
-from ..scoring.plain import input_device, padded, position_limit
+from ..scoring.plain import input_device, padded, position_limit, tokenizer_in
 from ..untrusted import check_ends
 from ..whole_files import append_answers, write_files
 from .chat import (
@@ -92,7 +92,7 @@ def regenerate(
     all answers. All call this with the same conversations, and each has a copy of the target. With an ``Endpoint``
     there may be only one process.
     """
-    processes, path = Processes(accelerator), Path(output)
+    processes, path, tokenizer = Processes(accelerator), Path(output), tokenizer_in(tokenizer)
     _check(target, tokenizer, batch_size, processes)
     options = {"max_new_tokens": max_new_tokens, **generate_kwargs}
     rest: Iterator[_Asked] = (_asked(conversation, template_arguments or {}) for conversation in conversations)

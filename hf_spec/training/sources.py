@@ -39,11 +39,10 @@ def load_raw(
     Errors: those of ``read_file``, and a ValueError if there is no dataset, or a broken one.
     """
     path = Path(name)
-    is_file = path.is_file() or path.suffix in FILES
-    if is_file or any(path.joinpath(file).is_file() for file in ("state.json", "dataset_dict.json")):
+    if is_file(name) or any(path.joinpath(file).is_file() for file in ("state.json", "dataset_dict.json")):
         if config is not None:
             raise ValueError(f"{name} has no configurations, as datasets of the Hub may: leave out config {config!r}")
-        if is_file:
+        if is_file(name):
             return _part(read_file(path, streaming), split, name)
         data = _part(saved(name), split, name)
         return data.to_iterable_dataset() if streaming else data
@@ -61,6 +60,11 @@ def load_raw(
             "csv, parquet, txt), a directory of such files and no others, or a dataset of the Hub, and one of its "
             "configurations by config if it has several"
         ) from error
+
+
+def is_file(name: str) -> bool:
+    """Tell whether ``name`` is a file of data, as far as its name says where there is none."""
+    return Path(name).is_file() or Path(name).suffix in FILES
 
 
 def _part(data: Any, split: str, name: str) -> Any:

@@ -95,6 +95,9 @@ def test_a_part_of_one_of_several_configurations_is_prepared(tmp_path: Path, cap
     assert made["input_ids"] == [tokenizer(json.loads(line)["text"])["input_ids"] for line in lines[:3]]
     options = {"held_out": 0, "config": "other", "split": "train[:3]"}
     assert list(_splits({"data": str(source), "prepare": options}, tokenizer, 0)["train"]) == list(made)
+    file = str(source / "main.jsonl")  # beside it: no configuration, and no split of another name
+    assert len(_splits({"data": [file, str(source)], "prepare": options}, tokenizer, 0)["train"]) == 3 + 3
+    assert len(_splits({"data": file, "prepare": options | {"split": "train_sft"}}, tokenizer, 0)["train"]) == 9
     call[1:3] = str(source / "main.jsonl"), str(tmp_path / "none")
     assert main([*call, "--config", "other"]) == 1
     assert "has no configurations, as datasets of the Hub may: leave out config 'other'" in capsys.readouterr().err

@@ -450,7 +450,9 @@ def test_prepared_examples_know_their_tokenizer(tmp_path: Path) -> None:
         DraftTrainer(tiny_target(vocab_size=count - 2), smaller, arguments, train_dataset=rows)
     own = tokenizer(MARKED)
     own.tokenizer = object()  # as that of Mistral has
-    for given in (None, own, Qwen2AudioProcessor(WhisperFeatureExtractor(), tokenizer())):  # the same tokens
+    processor = Qwen2AudioProcessor(WhisperFeatureExtractor(), tokenizer(MARKED))
+    assert list(prepare_dataset(chats(CHAT), processor)) == list(prepare_dataset(chats(CHAT), tokenizer(MARKED)))
+    for given in (None, own, processor):  # the same tokens
         DraftTrainer(tiny_target(vocab_size=count), target, arguments, train_dataset=rows, processing_class=given)
         cache_features(rows, target, (), tmp_path / "features", tokenizer=given, progress=False)
 
