@@ -50,8 +50,8 @@ SHORT = "--drafts SHORT/draft-jetspec SHORT/draft-dflash SHORT/draft-dflash2 SHO
 SIXTEEN = "--rounds 1 --prompts 16 --at-once 4 16 --drafts ngram draft-mtp"
 CURVES = {"nodes": "nodes, one sequence", "rows": "sequences", "prompt": "tokens before", "vocabulary": "vocabulary"}
 ENGINES = """\
-Next to other engines, in one run for each column: tokens a second (multiple of plain under the same conditions; a
-range where turns differ by more than 0.1).
+Next to other engines, in one run for each column: tokens a second (multiple of plain under the same conditions).
+A multiple is a range where turns differ by more than 0.1.
 SmolLM2-135M-Instruct, greedy, two cores, eight short prompts with answers of 48 tokens, which repeat little.
 llama.cpp and vLLM are faster here, because each of their forwards takes less time. hf_spec and vLLM have the same
 EAGLE-3 draft, trained for this table on 1,024 answers only; "vanilla" is a draft model of two layers.

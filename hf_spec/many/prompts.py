@@ -89,17 +89,22 @@ def _needed(tokenizer: Any, index: int) -> Any:
     return tokenizer_in(tokenizer)
 
 
+def _renders(reader: Any) -> bool:
+    return bool(reader.chat_template) or renders_by_code(reader)
+
+
 def _chat(messages: list[Any], reader: Any, index: int) -> Pending:
     """Render a chat. A ``reader`` that is a processor also opens the pictures and sounds of its messages."""
     tokenizer, media = _needed(reader, index), _media(messages)
-    if media and tokenizer is reader:
+    if media and tokenizer is reader and not renders_by_code(tokenizer):  # Mistral's opens pictures itself
         raise ValueError(
             f"prompt {index} is a chat with a part of type {media!r}, and the tokenizer reads text alone: pass the "
             "model's processor as tokenizer="
         )
-    renders = reader if media or not (tokenizer.chat_template or renders_by_code(tokenizer)) else tokenizer
+    otherwise = tokenizer if renders_by_code(tokenizer) else reader
+    renders = next((one for one in (reader if media else tokenizer, reader) if _renders(one)), otherwise)
     by_code = renders_by_code(renders)
-    if not (renders.chat_template or by_code):
+    if not _renders(renders):
         what = "tokenizer" if renders is tokenizer else "processor"
         raise ValueError(f"prompt {index} is a chat, but the {what} has no chat template: set one, or pass a text")
     form = {"tokenize": True, "return_dict": True, "return_tensors": "pt"} if media or by_code else {"tokenize": False}

@@ -92,13 +92,12 @@ def prepare_dataset(
     are needed, and for ``num_proc`` with a stream.
     """
     _check_choices(max_length, too_long, cut_answers, earlier_answers, last_turn_only)
-    tokenizer = tokenizer_in(tokenizer)
     if isinstance(dataset, str | os.PathLike):
         dataset = read_file(dataset)
-    is_stream = _is_stream(dataset)
-    if is_stream and num_proc is not None:
+    if (is_stream := _is_stream(dataset)) and num_proc is not None:
         raise ValueError("a stream is prepared while it is read: leave out num_proc, and set dataloader_num_workers")
-    dataset = dataset.with_format(None)  # in a tensor format, texts would not be strings
+    # In a tensor format, texts would not be strings.
+    dataset, tokenizer = dataset.with_format(None), tokenizer_in(tokenizer)
     first = list(dataset.take(FIRST))
     names = dataset.column_names or list(first[0] if first else ())
     chat, templated = _columns(names, bool(first), tokenizer, text_column)
