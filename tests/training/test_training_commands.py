@@ -254,7 +254,7 @@ def test_what_no_training_could_do_is_refused_before_features_are_made(
     sections: dict[str, Any] = {"features": str(tmp_path / "features"), "prepare": {"held_out": 0}}
     path = recipe(tmp_path, stories, {"kind": "medusa"}, trainer={"eval_strategy": "epoch"}, **sections)
     assert main(["train", path]) == 1
-    assert "no example is held out: set held_out in prepare to more than 0, or eval" in capsys.readouterr().err
+    assert "no example is held out: prepare more than one example with" in capsys.readouterr().err
     monkeypatch.setattr(DraftTrainingArguments, "n_gpu", 2)
     assert main(["train", path, "--target", "none/such"]) == 1
     assert "2 devices but one process" in capsys.readouterr().err
