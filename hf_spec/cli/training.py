@@ -32,13 +32,6 @@ More keys of these, and the sections prepare, features and peft, are optional. A
 """
 
 
-def _need_extra() -> None:
-    try:
-        import datasets  # type: ignore[import-untyped]  # noqa: F401
-    except ImportError as error:
-        raise ImportError('this command needs the datasets library: pip install "hf-spec[train]"') from error
-
-
 # -- prepare ----------------------------------------------------------------------------------------------------------
 
 
@@ -93,7 +86,6 @@ def add_prepare(commands: Any) -> None:
 
 
 def _prepare(args: argparse.Namespace) -> None:
-    _need_extra()
     from ..checkpoints.conversion import written_at_once
     from ..configuration import max_positions
     from ..processes import Processes, launched
@@ -185,7 +177,6 @@ def add_train(commands: Any) -> None:
 
 
 def _train(args: argparse.Namespace) -> None:
-    _need_extra()
     from ..checkpoints.files import merging
     from ..training.recipe import read_recipe, train
 

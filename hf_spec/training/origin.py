@@ -11,7 +11,6 @@ from ..scoring.plain import tokenizer_in
 
 def record_tokenizer(examples: Any, tokenizer: Any) -> None:
     """Write the tokenizer's digest into the dataset's description, which is saved with the dataset."""
-    tokenizer = tokenizer_in(tokenizer)
     made_from = {"vocabulary": vocabulary_digest(tokenizer), "tokens": len(tokenizer)}
     examples.info.description = json.dumps({"hf_spec": made_from})
 
