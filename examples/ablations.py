@@ -1,11 +1,11 @@
 """Measure which parts of EAGLE-3 training matter, at the scale of the demo target; docs/training.md shows the results.
 
-    python examples/ablations.py --data stories.jsonl --held-out others.jsonl --output ablations
+    python examples/ablations.py --data WORK/stories.jsonl --held-out WORK/validation.jsonl --output ablations
     python examples/ablations.py --output ablations --plot
 
-Both files hold a `text` in each line. Every arm trains a draft from scratch on the same text in the same order, with
-the changes in ARMS. It then drafts for the same held-out stories. Finished arms are not trained again. An arm takes
-about five minutes on one core of a recent server processor.
+Both files are those of prepare_demo_corpus.py, or others with a `text` in each line. Every arm trains a draft from
+scratch on the same text in the same order, with the changes in ARMS. It then drafts for the same held-out stories.
+Finished arms are not trained again. An arm takes about five minutes on one core of a recent server processor.
 """
 
 from __future__ import annotations

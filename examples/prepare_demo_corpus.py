@@ -254,7 +254,9 @@ def prepare(args: argparse.Namespace) -> None:
     for name, documents in groups.items():
         tokens = save_documents(args.work / f"{name}.npz", tokenizer, documents)
         print(f"{name}: {len(documents)} documents, {tokens} tokens")
-    (args.work / "validation.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in validation))
+    for name, texts in {"stories": stories, "validation": validation}.items():  # for ablations.py and comparisons
+        lines = "".join(json.dumps({"text": text}) + "\n" for text in texts)
+        (args.work / f"{name}.jsonl").write_text(lines)
 
 
 def main() -> None:

@@ -168,8 +168,8 @@ def script_file(
 
 
 def family_file(write: Callable[[dict[str, Any]], str], name: str, *options: str) -> Table:
-    """Return a table of compare_demo_drafts.py; ``STORIES`` is what prepare_demo_corpus.py held out."""
-    return script_file(write, "compare_demo_drafts", name, "--stories STORIES", *options, option="--raw")
+    """Return a table of compare_demo_drafts.py; ``WORK`` is what prepare_demo_corpus.py made."""
+    return script_file(write, "compare_demo_drafts", name, "--stories WORK/validation.jsonl", *options, option="--raw")
 
 
 def compiled_file(draft: str, *options: str) -> Table:
@@ -271,7 +271,7 @@ TABLES = {
         below_its_machine(ablations.table),
         "ablations",
         "ablations",
-        "--data STORIES --held-out OTHERS --output ABLATIONS",
+        "--data WORK/stories.jsonl --held-out WORK/validation.jsonl --output ABLATIONS",
     ),
     "training-speed": script_file(
         below_its_machine(training_speed.table), "training_speed", "training-speed", "--speculators VENV/bin/python"
