@@ -246,7 +246,7 @@ TABLES = {
     "defaults-packed": default_file("defaults-packed", "--rounds 5 --packed --cores 2"),
     "defaults-300m": default_file(
         "defaults-300m",
-        "--rounds 2 --size 1152 4608 16 --batch 1 --new-tokens 64 --assisted 3 5 8",
+        "--rounds 2 --packed --size 1152 4608 16 --batch 1 --new-tokens 64 --assisted 3 5 8",
     ),
     "compiled-mtp": compiled_file("mtp", "--rounds 3 --tokens 64 --draft-length 7 3"),
     "compiled-vanilla": compiled_file("vanilla", "--rounds 3 --tokens 64 --draft-length 5 3"),
