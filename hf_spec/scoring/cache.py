@@ -94,7 +94,7 @@ class TreeKVCache(Cache):
         self.on_access: Callable[[int, int], None] | None = None  # called with layer and number of each state in use
         self.own_states: OwnStates | None = None
         self._own_cache: Any = None
-        self._crossing: EncoderDecoderCache | None = None  # these slots, and the keys of an encoder's states
+        self._source_keys: Cache | None = None  # of an encoder's states
 
     @classmethod
     def adopt(cls, cache: Any, batch_size: int, device: torch.device, open_nodes: int = 0) -> TreeKVCache:
@@ -107,7 +107,7 @@ class TreeKVCache(Cache):
         text = text_cache(cache)
         slots = cls._over(text, batch_size, device, open_nodes)
         if text is not cache:
-            slots._crossing = EncoderDecoderCache(slots, cache.cross_attention_cache)
+            slots._source_keys = cache.cross_attention_cache
         if slots.rows.longest >= LONG and not getattr(cache, "_is_user_defined", False):
             for kept, layer in zip(slots.layers, getattr(text, "layers", ()), strict=True):
                 kept.forget(layer)
@@ -130,14 +130,14 @@ class TreeKVCache(Cache):
     @property
     def shown(self) -> Any:
         """Return the cache that the model is given: one of its own kind if it needs that."""
-        if self._crossing is not None:
-            return self._crossing
+        if self._source_keys is not None:  # made each time: if it were kept, it and this cache would hold each other
+            return EncoderDecoderCache(self, self._source_keys)
         return self if self._own_cache is None else self._own_cache
 
     @property
     def crosses(self) -> bool:
         """Tell whether some layers attend to the states of an encoder."""
-        return self._crossing is not None
+        return self._source_keys is not None
 
     @functools.cached_property
     def is_linear(self) -> list[bool]:
@@ -217,8 +217,8 @@ class TreeKVCache(Cache):
                 self._retired[self.batch[row]] = self.rows.cpu_lengths[row], states
         for layer in self.layers:
             layer.keep_rows(rows)
-        if self._crossing is not None:
-            self._crossing = EncoderDecoderCache(self, _rows_of(self._crossing.cross_attention_cache, rows))
+        if self._source_keys is not None:
+            self._source_keys = _rows_of(self._source_keys, rows)
         self.batch = [self.batch[row] for row in kept]
         self.rows.set(self.rows.lengths.index_select(0, rows), [self.rows.cpu_lengths[row] for row in kept])
         self.rows.small_to = sys.maxsize  # not known for fewer rows
@@ -239,7 +239,7 @@ class TreeKVCache(Cache):
 
     def release(self, cache: DynamicCache, longest: int) -> None:
         """Write at most ``longest`` columns of every row into transformers' ``cache``; shorter rows end in zeros."""
-        self._crossing, cache = None, text_cache(cache)
+        self._source_keys, cache = None, text_cache(cache)
         self.keep_rows(self.rows.lengths.new_empty(0), keep_finished=True)
         lengths = [min(length, longest) for _, (length, _) in sorted(self._retired.items())]
         for index, (slots, layer) in enumerate(zip(self.layers, getattr(cache, "layers", ()), strict=True)):

@@ -90,25 +90,26 @@ class OtherLayers:
     """
 
     def __init__(self, model: PreTrainedModel, count: int) -> None:
-        self._output: Any = None  # of the first layers
+        self._first = _Output()
         layers = [*_layers_of(model)]
-        self._model = _with_layers(model, [_Computed(one, self) for one in layers[:count]] + layers[count:])
+        self._model = _with_layers(model, [_Computed(one, self._first) for one in layers[:count]] + layers[count:])
 
     @contextlib.contextmanager
     def after(self, outputs: Sequence[Any]) -> Iterator[PreTrainedModel]:
         """Lend the model, whose first layers gave ``outputs``, the next tokens each: (..., batch, nodes, width)."""
         states = [output if isinstance(output, Tensor) else output[0] for output in outputs]
         joined, last = torch.cat(states, dim=-2), outputs[-1]
-        self._output = joined if isinstance(last, Tensor) else (joined, *last[1:])
+        self._first.value = joined if isinstance(last, Tensor) else (joined, *last[1:])
         try:
             yield self._model
         finally:
-            self._output = None
+            self._first.value = None
 
-    @property
-    def output(self) -> Any:
-        """Return what the first layers gave."""
-        return self._output
+
+class _Output:
+    """What the first layers gave. By itself: layers that held ``OtherLayers``, which hold them, would not be freed."""
+
+    value: Any = None
 
 
 class _Computed(nn.Module):
@@ -117,16 +118,16 @@ class _Computed(nn.Module):
     A model may ask it for attributes of the layer. No hooks are called.
     """
 
-    def __init__(self, layer: nn.Module, others: OtherLayers) -> None:
+    def __init__(self, layer: nn.Module, first: _Output) -> None:
         super().__init__()
-        vars(self).update(_of=(layer, others), training=layer.training)  # in a tuple: it is no module of this one
+        vars(self).update(_of=(layer, first), training=layer.training)  # in a tuple: it is no module of this one
 
     def __getattr__(self, name: str) -> Any:
         return getattr(vars(self)["_of"][0], name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return the output of the first layers."""
-        return vars(self)["_of"][1].output
+        return vars(self)["_of"][1].value
 
 
 def _begins(tokens: Tensor, drafted: Tensor) -> bool:

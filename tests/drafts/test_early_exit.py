@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -462,6 +464,21 @@ def test_a_model_that_needs_all_its_layers_is_refused(odd: Callable[..., Any], r
     assert reason in (why_no_early_exit(target, 2) or "")
     with pytest.raises(ValueError, match=reason):
         exits(target, prompts(1))
+
+
+def test_a_target_is_freed_at_once() -> None:
+    """Nothing that early exit has made of it holds its weights until the garbage collector runs."""
+    own = build("llama")
+    exits(own, prompts(1))
+    weight = weakref.ref(own.lm_head.weight)
+    gc.collect()
+    gc.disable()
+    try:
+        exits(own, prompts(1))
+        del own
+        assert weight() is None
+    finally:
+        gc.enable()
 
 
 def test_the_whole_model_keeps_its_layers() -> None:
