@@ -52,7 +52,7 @@ def _at(noise: Tensor, p: Tensor) -> Tensor:
     """Return the token where the sum of ``p`` (..., vocabulary) passes ``noise`` (..., 1) of the whole: (..., 1)."""
     if p.device.type == "cpu" and p.numel() >= IN_PARTS_FROM:
         return _at_in_parts(noise, p)
-    below = p.cumsum(-1, dtype=noise.dtype)
+    below = running_sums(p, noise.dtype)
     return torch.searchsorted(below, noise * below[..., -1:], right=True).clamp_(max=p.shape[-1] - 1)
 
 
@@ -69,6 +69,24 @@ def _at_in_parts(noise: Tensor, p: Tensor) -> Tensor:
     within = parts.gather(-2, part[..., None].expand(*part.shape, PART_SIZE))[..., 0, :].cumsum(-1, dtype=noise.dtype)
     point = point - (below - sums).gather(-1, part)
     return (part * PART_SIZE + torch.searchsorted(within, point, right=True)).clamp_(max=p.shape[-1] - 1)
+
+
+def running_sums(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Return the sums of the first 1, 2, ... entries along the last dimension, as ``cumsum`` does.
+
+    ``cumsum`` raises an error on accelerators under ``torch.use_deterministic_algorithms``.
+    """
+    if x.device.type == "cpu" or not torch.are_deterministic_algorithms_enabled():
+        return x.cumsum(-1, dtype=dtype)
+    return sums_by_doubling(x.to(dtype or x.dtype))
+
+
+def sums_by_doubling(sums: Tensor) -> Tensor:
+    """Do as ``cumsum`` along the last dimension: add what stands 1, 2, 4, ... places before."""
+    step = 1
+    while step < sums.shape[-1]:
+        sums, step = sums + functional.pad(sums[..., :-step], (step, 0)), 2 * step
+    return sums
 
 
 def widest_float(device: torch.device) -> torch.dtype:

@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from ..device_tensors import cached_arange, to_device
 from ..proposal import Proposal
-from ..sampling import IN_PARTS_FROM, widest_float
+from ..sampling import IN_PARTS_FROM, running_sums, widest_float
 
 RESIDUAL_EPS = 1e-30  # share of p that a residual keeps: far below what rounding changes
 
@@ -82,7 +82,8 @@ def _without_earlier_siblings(proposal: Proposal, q: Tensor) -> Tensor:
     stays = ~proposal.earlier_siblings[:, 1:, 1:]  # (batch, draft token, other draft token)
     if proposal.deterministic is not None:
         stays = stays | proposal.deterministic[:, None, 1:]
-    left.scatter_reduce_(2, tokens[:, None].expand(stays.shape), stays.to(q.dtype), "prod")
+    most = torch.zeros_like(stays, dtype=q.dtype).masked_fill_(stays, torch.inf)
+    left.scatter_reduce_(2, tokens[:, None].expand(stays.shape), most, "amin")  # "prod" is refused if deterministic
     return left.div_(left.sum(-1, keepdim=True).clamp_(min=torch.finfo(q.dtype).tiny))
 
 
@@ -187,7 +188,7 @@ def _least_products(ratios: Tensor) -> Tensor:
 
     It is the smallest product of the last 0, 1, 2, ... ``ratios`` (batch, draft tokens), worked out in logarithms.
     """
-    sums = functional.pad(ratios.log().cumsum(1, dtype=widest_float(ratios.device)), (1, 0))
+    sums = functional.pad(running_sums(ratios.log(), widest_float(ratios.device)), (1, 0))
     return (sums - sums.cummax(1).values).exp().to(ratios.dtype)
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import LogitsProcessor
 from transformers.generation import logits_process
 
-from ..sampling import widest_float
+from ..sampling import running_sums, widest_float
 from ..scoring.rings import power_of_two
 
 LARGE = 1 << 13  # vocabulary size from which on sorting takes longer
@@ -168,7 +168,7 @@ class TopP(LogitsProcessor):
         """
         best, token = scores.topk(count := min(count, scores.shape[-1]))  # (rows, count)
         share = scores.softmax(-1).gather(-1, token).double()
-        before = share.cumsum(-1) - share - self.warper.top_p  # mass of the more probable tokens, minus top_p
+        before = running_sums(share) - share - self.warper.top_p  # mass of the more probable tokens, minus top_p
         kept = (before < 0).sum(-1, keepdim=True).clamp_(min=self.warper.min_tokens_to_keep)
         last, next_one = (best.gather(-1, place.clamp(max=count - 1)) for place in (kept - 1, kept))
         is_sure = kept[:, 0] < count

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from hf_spec import SpeculationConfig, sampling
 from hf_spec.proposal import NO_PARENT, PAD_NODE, Proposal
-from hf_spec.sampling import draw
+from hf_spec.sampling import draw, sums_by_doubling
 from hf_spec.settings import AcceptanceRule, VerificationRule
 from hf_spec.verify import residual, rules
 from hf_spec.verify.result import VerificationResult
@@ -589,7 +589,8 @@ class TestEdges:
         assert rule(there, p.to("meta")).tokens.shape == (500, 4)
 
     @pytest.mark.gpu
-    def test_on_a_gpu(self, rule: Rule, is_chain: bool) -> None:
+    @pytest.mark.parametrize("deterministic", [False, True])
+    def test_on_a_gpu(self, rule: Rule, is_chain: bool, deterministic: bool) -> None:
         case = tables("fixed_tree_a")
         tokens, parents, p, q = (case[key].cuda() for key in ("tokens", "parents", "p", "q"))
         if is_chain:  # the distribution of its first branch
@@ -598,14 +599,22 @@ class TestEdges:
         generator = torch.Generator("cuda").manual_seed(0)
         proposal = Proposal(rows[0], rows[1], 3, rows[2], is_chain, tuple(parents.tolist()))
         rule(proposal, rows[3], generator)  # the first time a shape is seen, it goes to the device
+        torch.use_deterministic_algorithms(deterministic)
         torch.cuda.set_sync_debug_mode("error")
         try:
             verdict = rule(proposal, rows[3], generator)
         finally:
             torch.cuda.set_sync_debug_mode("default")
+            torch.use_deterministic_algorithms(False)
         q = torch.cat([q, q[:1]])[: len(p)]
         distribution = exact_distribution(tokens.tolist(), parents.tolist(), p.cpu(), q.cpu(), rule)
         assert deviation(ends_of(verdict, p.shape[1]).cpu(), distribution) < TOO_FAR
+
+
+@pytest.mark.parametrize("count", [1, 2, 7, 1000])
+def test_sums_by_doubling_are_running_sums(count: int) -> None:
+    whole = torch.randint(0, 9, (3, count), generator=seeded()).double()
+    assert torch.equal(sums_by_doubling(whole), whole.cumsum(-1))
 
 
 def test_siblings_that_were_never_drawn_are_passed_over() -> None:
