@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..decode.draft_length import Situation, draft_length_policy
-from ..drafts.base import AcceptedTokens, DraftContext, Drafter, Speculator, ask
+from ..drafts.base import AcceptedTokens, DraftContext, Drafter, Speculator, ask, refuse_trees
 from ..drafts.ngram.beginnings import without_placeholders
 from ..invariance.mode import is_invariant
 from ..metrics import Counts, SpeculationStats
@@ -389,6 +389,8 @@ class Speculation:
     ) -> Proposal:
         with self._draft_log_probs.asked(rows, warp):
             proposal = self._ranks.broadcast_proposal(ask(drafter, accepted, limit))
+        if proposal.max_depth and self.config.tree is None:
+            refuse_trees(proposal)
         return proposal.truncate_rows([remaining.get(row, 0) for row in rows])
 
     def _start(self, row: Row) -> Drafter:

@@ -16,7 +16,7 @@ from transformers.cache_utils import StaticCache
 from transformers.utils import logging
 
 from ..device_tensors import to_device
-from ..drafts.base import AcceptedTokens, DraftContext, Speculator
+from ..drafts.base import AcceptedTokens, DraftContext, Speculator, refuse_trees
 from ..drafts.lazy import LazyDrafter
 from ..drafts.ngram.beginnings import without_placeholders
 from ..drafts.source import Source
@@ -244,6 +244,8 @@ class Call:
         limit = min(self.policy.longest, self.sequences.most_remaining(self.rows))
         proposal = self.ranks.broadcast_proposal(self.drafter.propose(accepted, limit))
         if proposal.max_depth:
+            if self.config.tree is None:
+                refuse_trees(proposal)
             remaining_tokens = self.sequences.remaining_tokens(self.rows)
             proposal = self.target.clip(proposal.truncate_rows(remaining_tokens), min(self.policy.planned, limit))
         self.stats.lap("propose", start)

@@ -45,17 +45,18 @@ class DraftContext:
     """What one ``generate`` call tells a speculator before the first draft token.
 
     ``input_ids`` (batch, prompt) are left-padded where ``attention_mask`` (batch, prompt) is 0. The prompt may be
-    empty (``inputs_embeds``). ``features`` (batch, read, widths) are the target's hidden states at the layers the
-    speculator asked for. Their last position is the prompt's. But the target may have read more than ``input_ids``
-    (embeddings) or less (a cache that was passed). ``log_probs`` turns draft logits (..., vocabulary of the target)
-    into the log-probabilities of draft tokens. The user's temperature, top-k, top-p, ... are applied once. Where only
-    chains of the best tokens are wanted, it may return any scores in that order. ``sample``: sample draft tokens;
-    otherwise take the best ones. ``compiler``: the call is compiled, and so is the drafter if it can be. ``policy``: a
-    drafter that can tell how probably its draft tokens are accepted asks it how many to draft. ``runner`` is the
-    target's own, for speculators with ``shares_target_cache``. ``target_keys``: the target's keys and values of
-    committed tokens, to be read only; ``None`` where they cannot be read. ``source``: what an
-    encoder-decoder target reads besides this text. ``generator`` is not used: draft tokens are drawn from torch's
-    default one.
+    empty (``inputs_embeds``). A draft without weights may propose before the target reads the prompt. Then the last
+    token of the prompt is not in ``input_ids``: it is the first accepted token. ``features`` (batch, read, widths)
+    are the target's hidden states at the layers the speculator asked for. Their last position is the prompt's. But
+    the target may have read more than ``input_ids`` (embeddings) or less (a cache that was passed). ``log_probs``
+    turns draft logits (..., vocabulary of the target) into the log-probabilities of draft tokens. The user's
+    temperature, top-k, top-p, ... are applied once. Where only chains of the best tokens are wanted, it may return
+    any scores in that order. ``sample``: sample draft tokens; otherwise take the best ones. ``compiler``: the call
+    is compiled, and so is the drafter if it can be. ``policy``: a drafter that can tell how probably its draft
+    tokens are accepted asks it how many to draft. ``runner`` is the target's own, for speculators with
+    ``shares_target_cache``. ``target_keys``: the target's keys and values of committed tokens, to be read only;
+    ``None`` where they cannot be read. ``source``: what an encoder-decoder target reads besides this text.
+    ``generator`` is not used: draft tokens are drawn from torch's default one.
     """
 
     target: PreTrainedModel
@@ -106,7 +107,7 @@ def draft_log_probs(draft: Any, request: DraftContext, logits: Tensor) -> Tensor
 
 @dataclass(frozen=True)
 class AcceptedTokens:
-    """The tokens that were emitted since the last proposal.
+    """The tokens that were emitted since the last proposal, or the last token of the prompt (see ``DraftContext``).
 
     ``tokens`` (batch, m) are right-padded, ``counts`` (batch,) of them count, at least one per row; the last one is
     the next root. ``features`` (batch, m, widths) stand EAGLE-wise: ``features[:, j]`` belong to the position *before*
@@ -264,6 +265,15 @@ def ask(drafter: Any, accepted: AcceptedTokens, limit: int) -> Proposal:
     if problem is not None:
         raise ValueError(f"{name}: {problem}.")
     return proposal
+
+
+def refuse_trees(proposal: Proposal) -> None:
+    """Raise a ValueError unless ``proposal`` is a chain: a call without ``tree`` was only checked for chains."""
+    if not proposal.is_chain:
+        raise ValueError(
+            "the drafter proposed a tree where the configuration promised chains, which are read differently: set "
+            "tree=... in the SpeculationConfig, or build chains with Proposal.chain."
+        )
 
 
 def _misshapen(proposal: Proposal, rows: int) -> str | None:

@@ -14,6 +14,8 @@ Before = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], tuple[tuple[Any,
 After = Callable[[nn.Module, tuple[Any, ...], Any], Any]
 
 COLLECTING = "transformers.utils.output_capturing"  # the module of transformers' own hooks
+# Hooks of transformers and PEFT that let gradients pass the embeddings: new ones each time checkpointing is enabled.
+FOR_GRADIENTS = ("make_inputs_require_grads", "make_inputs_require_grad")
 NO_CONTEXT = contextlib.nullcontext()  # one object for all, so that a step spends no time on it
 
 
@@ -65,6 +67,11 @@ def mark_as_ours(hook: Hook) -> Hook:
 def is_ours(hook: object) -> bool:
     """Tell whether ``hook`` changes nothing: a marked one of ours, or one by which transformers collects outputs.
 
-    The latter stay permanently after the first call that asked for hidden states or attentions.
+    The latter stay permanently after the first call that asked for hidden states or attentions. Hooks that only mark
+    a tensor for gradients change nothing, either.
     """
-    return getattr(hook, "_hf_spec_looks", False) or getattr(hook, "__module__", None) == COLLECTING
+    return (
+        getattr(hook, "_hf_spec_looks", False)
+        or getattr(hook, "__module__", None) == COLLECTING
+        or getattr(hook, "__name__", None) in FOR_GRADIENTS
+    )

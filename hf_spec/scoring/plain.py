@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache, StaticCache
 
@@ -46,6 +46,17 @@ def precision(model: PreTrainedModel) -> torch.dtype:
     return _autocast_inside(model.forward, kind, model.dtype) or around
 
 
+def compute_dtypes(model: nn.Module) -> set[torch.dtype]:
+    """Return the dtypes of matrix products that modules with packed weights name."""
+    found = (getattr(module, "compute_dtype", None) for module in model.modules())
+    return {dtype for dtype in found if isinstance(dtype, torch.dtype) and dtype.is_floating_point}
+
+
+def coarsest_precision(model: PreTrainedModel) -> torch.dtype:
+    """Return the dtype of the coarsest matrix products: beside quantised weights, the others may be of float32."""
+    return max((precision(model), *compute_dtypes(model)), key=lambda dtype: torch.finfo(dtype).eps)
+
+
 def _autocast_inside(function: Any, kind: str, own: torch.dtype) -> torch.dtype | None:
     """Return the dtype of the innermost torch.autocast for a device of ``kind`` that decorates ``function``.
 
@@ -62,7 +73,7 @@ def _autocast_inside(function: Any, kind: str, own: torch.dtype) -> torch.dtype 
 
 def rounding_of(model: PreTrainedModel) -> float:
     """Return the largest difference of two readings of one text that may be due to rounding; see ``difference``."""
-    return ROUNDING.get(precision(model), 1e-3)
+    return ROUNDING.get(coarsest_precision(model), 1e-3)
 
 
 def rounding_of_a_forward(dtype: torch.dtype) -> float:

@@ -35,7 +35,7 @@ from .hooks import hooked
 from .layers import keeps_state
 from .masks import TreeMask
 from .names import CACHE
-from .runner import ModelRunner, Scores, refuse_trees
+from .runner import ModelRunner, Scores
 
 logger = logging.get_logger(__name__)
 
@@ -144,10 +144,7 @@ class SnapshotRunner(RecurrentRunner):
         The block has ``2 * limit + 1`` columns. So a row that carries many tokens gets fewer draft tokens, until a
         complete block is accepted and its state saved. How many fit is known before drafting, so that dropping some
         does not bias the output.
-
-        Errors: a ValueError if the proposal is a tree.
         """
-        refuse_trees(proposal)
         width = max(2 * limit + 1, 1 + max(map(len, self._carried)))
         room = [width - 1 - len(carried) for carried in self._carried]
         return proposal.truncate(max(room)).truncate_rows(room)

@@ -187,7 +187,7 @@ class ModelRunner:
             return Reading(outputs, torch.cat(record.features, dim=1) if record.features else None)
 
         has_padding = len(ids) > 1 and kwargs.get("attention_mask") is not None
-        can_group = has_padding and not self._adapted and self._reads_text_alone(kwargs)
+        can_group = has_padding and self._reads_text_alone(kwargs)
         if can_group and (groups := groups_of(self.model, ids, kwargs)):
             return read_in_groups(groups, ids, kwargs, self._cache_name, read, last)
         return read(ids, kwargs)
@@ -195,7 +195,8 @@ class ModelRunner:
     def _reads_text_alone(self, model_kwargs: dict[str, Any]) -> bool:
         """Tell whether a prompt is tokens alone, read into an empty cache, and nobody asks how it is read.
 
-        Hooks of other packages may act on prompts, and returned hidden states include the padding.
+        Hooks of other packages may act on prompts, and returned hidden states include the padding. Adapters of each
+        row may, too: activated ones count the tokens that they change from the end of the prompt.
         """
         cache = model_kwargs.get(self._cache_name)
         text = (*OF_DECODER_ONLY, *PER_FORWARD)
@@ -210,6 +211,7 @@ class ModelRunner:
             and isinstance(cache, DynamicCache)
             and not has_states(cache)  # which have no length
             and cache.get_seq_length() == 0
+            and not self._adapted
             and not foreign_hooks(self.model)
         )
 
@@ -238,11 +240,7 @@ class ModelRunner:
         model_kwargs: dict[str, Any],
         proposal: Proposal,
     ) -> Scores:
-        """Read the prompt and, in the same forward, the chains of ``proposal``, whose root is its last token.
-
-        Errors: a ValueError if the proposal is a tree.
-        """
-        refuse_trees(proposal)
+        """Read the prompt and, in the same forward, the chains of ``proposal``, whose root is its last token."""
         count = proposal.tokens.shape[1] - 1
         kwargs = {**model_kwargs, **continued(model_kwargs, count)}
         # Passed to the forward itself: some models' prepare_inputs_for_generation always sets logits_to_keep to 1.
@@ -582,12 +580,3 @@ class ModelRunner:
             origins = zip((self._origin, other._origin), sizes, strict=True)
             self._origin = torch.cat([one.expand(*one.shape[:-2], size, 1) for one, size in origins], dim=-2)
         return True
-
-
-def refuse_trees(proposal: Proposal) -> None:
-    """Raise a ValueError unless ``proposal`` is a chain, where only chains can be read."""
-    if not proposal.is_chain:
-        raise ValueError(
-            "the drafter proposed a tree where the configuration promised chains, which are read differently: set "
-            "tree=... in the SpeculationConfig, or build chains with Proposal.chain."
-        )

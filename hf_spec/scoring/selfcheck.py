@@ -20,7 +20,7 @@ from .changes import foreign_hooks
 from .factory import runner_for
 from .graphs import is_compiled
 from .names import cache_among
-from .plain import difference, logits_of_ways, precision, prompt_kwargs
+from .plain import coarsest_precision, compute_dtypes, difference, logits_of_ways, prompt_kwargs
 from .prompts import PROMPT_TOKENS, Prompt, tokens_for
 from .runner import ModelRunner
 from .trials import ExplainedError, in_evaluation, in_short, tried_once
@@ -139,8 +139,7 @@ def _is_quantized(model: PreTrainedModel) -> bool:
 
 def _computes_in(model: PreTrainedModel) -> set[torch.dtype]:
     """Return the dtypes of matrix products; modules with packed weights name their own."""
-    said = {dtype for one in model.modules() if isinstance(dtype := getattr(one, "compute_dtype", None), torch.dtype)}
-    return said or {model.dtype}
+    return compute_dtypes(model) or {model.dtype}
 
 
 def _why_not_scored(model: PreTrainedModel, shape: str, static: bool, prompt: Prompt | None, error: Exception) -> str:
@@ -204,7 +203,7 @@ def difference_from_plain(
     tokens, and its smallest difference counts. Rounding may route one token to other experts, but an error shows with
     any tokens.
     """
-    draws = TRIES if precision(model) in ROUNDING_FLOOR else 1
+    draws = TRIES if coarsest_precision(model) in ROUNDING_FLOOR else 1
     apart, most = _differences(model, shape, static, prompt, 0)
     for draw in range(1, draws):
         if bool((apart <= most).all()):
@@ -224,13 +223,13 @@ def _differences(
     """
     prompt = Prompt.of_text(model, draw) if given is None else given
     reads = _read_block(model, shape, static, prompt, draw)
-    in_half = precision(model) in ROUNDING_FLOOR
+    in_half = coarsest_precision(model) in ROUNDING_FLOOR
     followings, at_once = [read.following for read in reads], [False, True] if in_half else [False]
     steps, *again = _plain(model, prompt, followings, static, at_once)
     apart, most = _apart(reads, steps), _most(model)
     for others in again:
         rounding = max(float(difference(one, other).max()) for one, other in zip(others, steps, strict=True))
-        most = min(most, max(TIMES_APART * rounding, ROUNDING_FLOOR[precision(model)]))
+        most = min(most, max(TIMES_APART * rounding, ROUNDING_FLOOR[coarsest_precision(model)]))
     if bool((apart <= most).all()):
         return apart, most
     return torch.fmin(apart, _apart_alone(model, prompt, reads, static)), most
@@ -313,4 +312,4 @@ def _apart_alone(model: PreTrainedModel, prompt: Prompt, reads: Sequence[_Read],
 
 
 def _most(model: PreTrainedModel) -> float:
-    return CHECK_TOLERANCE.get(precision(model), 1e-2)
+    return CHECK_TOLERANCE.get(coarsest_precision(model), 1e-2)

@@ -20,8 +20,8 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedMod
 from twins import BATCHES, SHAPES, noisy
 
 from hf_spec.scoring.kv_view import KVView
-from hf_spec.scoring.plain import difference
-from hf_spec.scoring.selfcheck import check_target
+from hf_spec.scoring.plain import coarsest_precision, difference
+from hf_spec.scoring.selfcheck import CHAIN, check_target, difference_from_plain
 
 GREEDY: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False}
 VALUES = {"-inf": -torch.inf, "lowest": torch.finfo(torch.float32).min, "-1e9": -1e9, "-100": -100.0}
@@ -240,6 +240,17 @@ def test_loaded_targets_write_what_plain_generate_writes_or_are_refused(
             model.generate(**given, **options)
     else:
         assert torch.equal(model.generate(**given, **options), model.generate(**given, **GREEDY))
+
+
+def test_products_of_quantised_weights_may_be_coarser_than_the_rest() -> None:
+    """As in QLoRA: norms, embeddings and head in float32, compute in bfloat16."""
+    model = bitsandbytes(wide())
+    assert coarsest_precision(model) is torch.float32
+    for module in model.modules():
+        if hasattr(module, "compute_dtype"):
+            module.compute_dtype = torch.bfloat16
+    assert model.dtype is torch.float32 and coarsest_precision(model) is torch.bfloat16
+    assert difference_from_plain(model, CHAIN)[1] > 0.03
 
 
 @pytest.mark.parametrize("way", [loaded_4bit, bitsandbytes])

@@ -516,11 +516,14 @@ class Liar(Oracle):
         return super().drafter(dataclasses.replace(request, config=TREE))
 
 
-@pytest.mark.parametrize("name", ["mamba2", "llama"])
-def test_trees_of_a_drafter_that_was_asked_for_chains(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "options"), [("mamba2", {}), ("llama", {}), ("llama", {"prefill_chunk_size": 2})], ids=str
+)
+def test_trees_of_a_drafter_that_was_asked_for_chains(name: str, options: dict[str, Any]) -> None:
+    """Also where the prompt is read first."""
     model = target(name)
     with pytest.raises(ValueError, match="a tree where the configuration promised chains"):
-        speculative(model, 3, Liar(plain(model, 3)), CHAIN)
+        speculative(model, 3, Liar(plain(model, 3)), CHAIN, **options)
 
 
 def states_in(cache: Any) -> list[Tensor]:

@@ -320,6 +320,17 @@ def test_what_changes_a_forward_is_asked_with_few_operations() -> None:
     assert calls[0] < 1.5 * count
 
 
+def test_checkpointing_that_goes_on_and_off_between_calls_is_no_change() -> None:
+    """As around each rollout of TRL: transformers leaves a hook each time, which lets gradients pass."""
+    model = build("llama", num_hidden_layers=2)
+    before = way_of_forward(model)
+    for _ in range(2):
+        model.gradient_checkpointing_enable()
+        model.gradient_checkpointing_disable()
+    model.enable_input_require_grads()
+    assert foreign_hooks(model) == [] and way_of_forward(model) == before
+
+
 def test_a_hook_on_the_last_position_that_came_after_a_first_call_is_noticed() -> None:
     model, inputs = build("llama", num_hidden_layers=2), prompts(2)
     model.generate(**inputs, **OPTIONS, speculator="ngram")
@@ -380,6 +391,19 @@ def test_an_activated_lora_takes_its_turn_after_the_base_model(cache: str, shape
             plain = model.generate(**given, **OPTIONS, eos_token_id=end, pad_token_id=0)
             text = model.generate(**given, **options, eos_token_id=end, pad_token_id=0, speculator=Oracle(plain))
             assert torch.equal(text, plain)
+
+
+def test_draft_tokens_are_not_read_with_a_prompt_that_an_activated_lora_reads() -> None:
+    """PEFT counts the adapted tokens from the end of what is read. A call without the invocation hides nothing."""
+    model, end = activated(), [40, 41, 42, 43, 44, 45]
+    ids = torch.tensor([[*end, 50, 51, *INVOCATION, *end]])
+    for given in (prompts(1)["input_ids"], ids):
+        plain = model.generate(input_ids=given, **OPTIONS, return_dict_in_generate=True, output_logits=True)
+        found = model.generate(
+            input_ids=given, **OPTIONS, return_dict_in_generate=True, output_logits=True, speculator="ngram"
+        )
+        torch.testing.assert_close(found.logits[0], plain.logits[0])
+        assert torch.equal(found.sequences, plain.sequences)
 
 
 def test_the_active_adapter_is_part_of_what_was_found() -> None:
