@@ -49,6 +49,8 @@ from .sequences import Sequences
 
 logger = logging.get_logger(__name__)
 
+ENCODED = ("encoder_outputs", "mm_encoder_outputs")  # what a caller's model has encoded before
+
 
 class Decoding:
     """The loop as a ``custom_generate`` callable of transformers, for a speculator that is ready."""
@@ -166,7 +168,19 @@ def decode_with(
             speculator.check(model, speculator.settings(decoding.config))
             if kwargs.get("inputs_embeds") is not None:
                 refuse_source(speculator, model, Source(kwargs["inputs_embeds"], kwargs))
+    # transformers expands them in place, and a call that is refused after that is made again.
+    kwargs = kwargs | {name: _copied(kwargs[name]) for name in ENCODED if name in kwargs}
     return plain(model, **_with_stop_strings(model, kwargs, tokenizer) | {"custom_generate": decoding})
+
+
+def _copied(value: Any) -> Any:
+    """Copy a dictionary (which a ``ModelOutput`` is) and those in it, but no tensors."""
+    if not isinstance(value, dict):
+        return value
+    copied = copy.copy(value)
+    for name, part in value.items():
+        copied[name] = _copied(part)
+    return copied
 
 
 def generate(
@@ -207,8 +221,7 @@ def refuse_other_ways(model: PreTrainedModel, kwargs: dict[str, Any]) -> None:
             "synced_gpus (which FSDP and ZeRO-3 over several processes imply) needs the same number of forwards on "
             "every process, which speculation cannot promise. Generate without `speculator`, or gather the model."
         )
-    if model.config.is_encoder_decoder:
-        refuse_before_encoding(model, functools.partial(option, model, kwargs))
+    refuse_before_encoding(model, functools.partial(option, model, kwargs))
     refuse_cache(option(model, kwargs, "cache_implementation"))  # before transformers makes it
     if option(model, kwargs, "token_healing"):
         raise Refusal(

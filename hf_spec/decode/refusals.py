@@ -133,12 +133,14 @@ def refuse_sharing(speculator: Speculator, model_kwargs: dict[str, Any]) -> None
 
 
 def refuse_before_encoding(model: PreTrainedModel, asked: Callable[[str], Any]) -> None:
-    """Raise a ``Refusal`` for an encoder-decoder ``model`` that cannot be served, before its encoder runs.
+    """Raise a ``Refusal`` for a call of ``model`` that cannot be served, before it reads a source or images.
 
     ``asked(name)`` looks up an option of the call.
     """
     # The layer of an early exit belongs to a draft, which is refused by a reason of its own.
     _refuse_asked(asked, [name for name in OTHER_WAYS if name != "assistant_early_exit"])
+    if not model.config.is_encoder_decoder:
+        return
     if (reason := why_refused(model)) is not None:
         raise _refusal(f"{type(model).__name__} is not supported: {reason}; {_OWN_ASSISTANT}")
     if asked("cache_implementation") == "static":

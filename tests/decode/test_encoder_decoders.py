@@ -7,6 +7,8 @@ of the text, shows in the tokens.
 from __future__ import annotations
 
 import functools
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -29,6 +31,7 @@ from transformers.cache_utils import DynamicCache, EncoderDecoderCache, StaticCa
 import hf_spec
 from hf_spec import NgramSpeculator, SpeculationConfig
 from hf_spec.drafts.source import Source
+from hf_spec.scoring.cache import TreeKVCache
 from hf_spec.scoring.names import CACHE
 from hf_spec.scoring.relative_bias import unhook_biases
 from hf_spec.scoring.runner import ModelRunner
@@ -169,10 +172,35 @@ def test_states_and_embeddings_handed_in() -> None:
         assert torch.equal(got, plain("t5", 3))
         with pytest.raises(ValueError, match=r"an encoder of its own, and .*, or use 'ngram'"):
             generate(model, **options, speculator=draft)
+    states = model.get_encoder()(given["input_ids"][:1])
+    options = {"max_new_tokens": NEW, "encoder_outputs": states, "do_sample": True, "num_return_sequences": 2}
+    with pytest.raises(ValueError, match="an encoder of its own"):
+        generate(model, **options, speculator=draft)
+    hf_spec.set_speculator(model, draft)  # which cannot serve the call: it is made again, with the same states
+    try:
+        assert len(model.generate(**options)) == 2
+    finally:
+        hf_spec.set_speculator(model, None)
+    states = model.get_encoder()(**given)
     both = generate(
         model, **given, encoder_outputs=states, max_new_tokens=NEW, do_sample=False, speculator=draft
     )  # the draft reads the inputs
     assert torch.equal(both, plain("t5", 3))
+
+
+@pytest.mark.parametrize("name", ["t5", "whisper"])
+def test_no_cache_waits_for_the_garbage_collector(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither the target's nor the draft's: it holds what the encoder has read."""
+    draft, alive, made = smaller(name), weakref.WeakSet[TreeKVCache](), TreeKVCache.__init__
+    text(name, 3, speculator=draft)
+    monkeypatch.setattr(TreeKVCache, "__init__", lambda self, *args: (made(self, *args), alive.add(self))[0])
+    gc.collect()
+    gc.disable()
+    try:
+        text(name, 3, speculator=draft)
+        assert not alive
+    finally:
+        gc.enable()
 
 
 def test_several_texts_of_a_source() -> None:

@@ -80,6 +80,17 @@ def test_a_small_model_with_code_of_its_own_is_read_by_its_path(tmp_path: Path) 
     assert type(found).__name__ == "OwnForCausalLM"
 
 
+def test_a_call_that_a_default_cannot_serve_encodes_its_images_once() -> None:
+    model, inputs = llava()
+    encoded: list[Any] = []
+    model.model.vision_tower.register_forward_hook(lambda *_: encoded.append(1))
+    model.generate(**inputs, **OPTIONS, num_beams=2)
+    once = len(encoded)
+    hf_spec.set_speculator(model, "ngram")
+    model.generate(**inputs, **OPTIONS, num_beams=2)
+    assert len(encoded) == 2 * once
+
+
 def test_guessing_an_image() -> None:
     """Only with the images themselves may the model not read such guesses."""
     model, inputs = llava()
