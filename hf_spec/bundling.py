@@ -84,7 +84,8 @@ def bundled(kind: type[Any], auto_map: dict[str, str]) -> str:
     if package != PACKAGE or not module:
         raise ValueError(
             f"with_code: {kind.__name__} is defined in {kind.__module__}, outside of hf_spec, and its code cannot be "
-            "brought along; save it without code, or use transformers' register_for_auto_class"
+            "brought along; save it without code, publish the module that defines it, and load it with "
+            f"{kind.__name__}.from_pretrained"
         )
     sources = {name: absolute(name) for name in sorted(needed(module, DECODING))}
     digest = hashlib.sha256(repr((module, sources)).encode()).hexdigest()[:12]

@@ -123,10 +123,10 @@ class SpeculatorConfig(CompositeConfig):
 
     @classmethod
     def kinds(cls) -> dict[str, type[SpeculatorConfig]]:
-        """Map every ``speculators_model_type`` to its config."""
-        found = {cls.speculators_model_type: cls} if cls.speculators_model_type else {}
+        """Map every ``speculators_model_type`` to its config: of subclasses, only those that name one themselves."""
+        found = {cls.speculators_model_type: cls} if vars(cls).get("speculators_model_type") else {}
         for kind in cls.__subclasses__():
-            found |= kind.kinds()
+            found = kind.kinds() | found
         return found
 
     @property

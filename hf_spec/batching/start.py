@@ -115,11 +115,17 @@ def _decodes_alike(
     if manager.invariance is not invariance_of(manager.model) or manager.speculation.is_seeded:
         return False
     own, asked = manager.speculation.speculator, manager.speculation.asked
-    one, other = (
-        (type(drafting), getattr(drafting, "model", None), getattr(drafting, "history", None), drafting.profile_key)
-        for drafting in (own, speculator)
-    )
-    return asked == config and (own is speculator or (one == other and one[1] is not None))
+    has_weights = getattr(own, "model", None) is not None
+    return asked == config and (own is speculator or (has_weights and _held(own) == _held(speculator)))
+
+
+def _held(speculator: Speculator) -> tuple[Any, ...]:
+    """Return what a speculator drafts from; itself if that may be more than is known."""
+    history = getattr(speculator, "history", None)
+    is_own = type(speculator).__module__.partition(".")[0] == __name__.partition(".")[0]
+    if not is_own or (speculator.learns and history is None):
+        return (speculator,)
+    return type(speculator), getattr(speculator, "model", None), history, speculator.profile_key
 
 
 def _has_nothing_left(manager: ContinuousBatchingManager) -> bool:

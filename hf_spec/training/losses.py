@@ -110,7 +110,7 @@ def position_weights(
         change = functional.pad(document_ids[:, 1:] != document_ids[:, :-1], (1, 0))
         document = change.long().cumsum(1)[:, :-1]  # (batch, length - 1), numbered from 0
     document = document.expand_as(counted)
-    sizes = torch.zeros(*counted.shape[:2], counted.shape[2] + 1, device=counted.device)
+    sizes = torch.zeros(*counted.shape[:2], counted.shape[2] + 1, dtype=torch.float32, device=counted.device)
     sizes = sizes.scatter_add(2, document, counted.float())  # (steps, batch, documents)
     weights = counted / sizes.gather(2, document).clamp(min=1)
     return weights, (sizes > 0).sum((1, 2)).float()

@@ -70,7 +70,7 @@ class _ByBlocks(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, key_range: KeyRange) -> tuple[Tensor, Tensor]:
         attended = query.new_empty(*query.shape[:-1], value.shape[-1])  # values may be narrower than keys
-        logsumexp = torch.empty(query.shape[:-1], device=query.device)
+        logsumexp = torch.empty(query.shape[:-1], dtype=torch.float32, device=query.device)
         for block, seen in key_range.blocks:
             scores = _scores(query[..., block, :], key[:, :, seen], *key_range.within(block, seen))
             top = scores.amax(-1, keepdim=True).clamp(min=EMPTY_LOGSUMEXP)

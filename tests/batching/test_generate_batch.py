@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -22,12 +22,16 @@ from twins import CHAIN, TREE, draft, target
 
 import hf_spec
 from hf_spec import (
+    DraftContext,
+    Drafter,
     HybridSpeculator,
     NgramSpeculator,
     Proposal,
     RequestOutput,
     SpeculationConfig,
     SpeculationStats,
+    Speculator,
+    VanillaSpeculator,
 )
 from hf_spec.batching.drafting import join_proposals, split_proposal
 from hf_spec.batching.engine import SpeculativeManager
@@ -357,6 +361,30 @@ def test_a_manager_that_is_kept(model: PreTrainedModel) -> None:
     outputs = model.generate_batch(PROMPT_LIST[:4], sampled, batching(4), **options)
     assert model._cached_continuous_batching_manager is not kept, "it would decode greedily"
     assert any(output.generated_tokens != text[:8] for output, text in zip(outputs.values(), texts, strict=True))
+    model.destroy_cached_continuous_batching_manager()
+
+
+class Noting(Speculator):
+    """A draft model that keeps the texts it has helped to write."""
+
+    def __init__(self, model: Any) -> None:
+        self.model, self.texts = model, list[list[int]]()
+
+    def drafter(self, request: DraftContext) -> Drafter:
+        return VanillaSpeculator(self.model).drafter(request)
+
+    def learn(self, texts: Sequence[Sequence[int]]) -> None:
+        self.texts += map(list, texts)
+
+
+def test_a_kept_manager_takes_no_own_speculator_for_another(model: PreTrainedModel) -> None:
+    """Two of one class with the same weights may still hold other things."""
+    small = draft()
+    speculators = [Noting(small), Noting(small)]
+    for speculator in speculators:
+        options: dict[str, Any] = {"warmup": False, "persistent_manager": True, "speculator": speculator}
+        model.generate_batch(PROMPT_LIST[:2], greedy(), batching(4), **options)
+    assert [len(one.texts) for one in speculators] == [2, 2]
     model.destroy_cached_continuous_batching_manager()
 
 

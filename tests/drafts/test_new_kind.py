@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import AutoModel
 from twins import target
 
-from hf_spec import AutoDraftModel, SpeculationConfig, SpeculatorConfig, convert, inspect
+from hf_spec import AutoDraftModel, Eagle3SpeculatorConfig, SpeculationConfig, SpeculatorConfig, convert, demo, inspect
 from hf_spec.checkpoints import kinds
 from hf_spec.drafts.base import DraftOutput
 from hf_spec.drafts.files import Files, Format, flat_layers
@@ -113,6 +113,18 @@ def test_it_is_saved_loaded_inspected_and_converted(draft: AdditiveDraftModel, t
     assert "serve" not in str(report) and "does not know drafts of kind 'additive'" in report.engines["vLLM"][0]
     with pytest.raises(ValueError, match="no eagle3 layout"):
         convert(tmp_path / "ours", tmp_path / "no", to="eagle3")
+
+
+def test_a_subclass_of_a_config_takes_over_no_files() -> None:
+    """Somebody's own fields change nothing for the drafts of others."""
+
+    class ScaledConfig(Eagle3SpeculatorConfig):
+        scale: float = 2.0
+
+    assert ScaledConfig().speculators_model_type == "eagle3"
+    assert SpeculatorConfig.kinds()["eagle3"] is Eagle3SpeculatorConfig
+    draft = AutoModel.from_pretrained(demo.path("draft-eagle3"))
+    assert type(draft.config) is Eagle3SpeculatorConfig
 
 
 def test_weights_that_do_not_fit_are_refused(draft: AdditiveDraftModel, tmp_path: Path) -> None:

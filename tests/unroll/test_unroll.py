@@ -196,7 +196,11 @@ def test_blocks_attend_as_one_dense_softmax_does(size: int, monkeypatch: pytest.
     given = [torch.randn(shape, generator=generator).requires_grad_() for shape in shapes.values()]
     first = torch.tensor([[0, 0, 0, 3, 3, 5, 5], [0, 0, 0, 0, 0, 1, 2]])
     end = torch.arange(1, 8).expand(2, -1)
-    attended, logsumexp = attend(*given, KeyRange(first, end), flex=False)
+    torch.set_default_dtype(torch.bfloat16)  # of a training script, and nothing to these
+    try:
+        attended, logsumexp = attend(*given, KeyRange(first, end), flex=False)
+    finally:
+        torch.set_default_dtype(torch.float32)
 
     query, key, value = given
     scores = query @ key.mT[:, :, None]  # (batch, heads, group, rows, rows)
