@@ -17,7 +17,7 @@ from transformers import StopStringCriteria
 from ..decode.options import option
 from ..decode.refusals import Refusal, refuse_growing_rope
 from ..metrics import SpeculationStats
-from ..scoring.adapters import base_model
+from ..scoring.adapters import NAMES, base_model
 from ..scoring.plain import input_device, placeholders
 from ..verify.processors import is_declared_pure, pure
 from .prompts import Completion, Pending
@@ -102,6 +102,8 @@ class Batches:
         options = self.options | {name: _made(name, self.options.get(name), indices) for name in PER_BATCH}
         if (allowed := options.get("prefix_allowed_tokens_fn")) is not None:
             options["prefix_allowed_tokens_fn"] = _by_index(allowed, indices)
+        if (names := options.get(NAMES)) is not None:
+            options[NAMES] = [names[index] for index in indices]
         out = self.model.generate(**inputs, **options, pad_token_id=self.filler, return_dict_in_generate=True)
         stats: SpeculationStats | None = getattr(out, "speculation", None)
         rows = out.sequences[:, inputs["input_ids"].shape[1] :].tolist()

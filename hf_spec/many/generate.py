@@ -15,7 +15,7 @@ from ..decode.options import option
 from ..metrics import Counts
 from ..processes import Processes
 from ..progress import Progress
-from ..scoring.adapters import base_model
+from ..scoring.adapters import NAMES, OFFSETS, TASKS, base_model
 from ..scoring.plain import input_device, tokenizer_in
 from ..settings import SpeculationConfig, check_settings, is_int
 from .batches import Batches
@@ -37,6 +37,8 @@ NOT_FOR_MANY = {
     "attention_mask": "pass prompts, which are padded here",
     "negative_prompt_ids": "batches have other prompts; call generate",
     "negative_prompt_attention_mask": "batches have other prompts; call generate",
+    OFFSETS: "batches have other prompts; call generate",
+    TASKS: "batches have other prompts; call generate",
     "past_key_values": "every prompt is read from its beginning",
     "cache": "every prompt is read from its beginning",
     "streamer": "completions come one by one; stream one prompt with generate",
@@ -132,6 +134,12 @@ def _check(model: Any, prompts: Any, batch_size: int, look_ahead: int, options: 
     for name, instead in NOT_FOR_MANY.items():
         if options.get(name) is not None:
             raise ValueError(f"{name} is not for generate_many: {instead}")
+    count = len(prompts) if isinstance(prompts, Sized) else None
+    if (names := options.get(NAMES)) is not None and len(names) != count:
+        raise ValueError(
+            f"adapter_names has the length {len(names)}, and prompts {'has none' if count is None else count}: pass a "
+            "list of prompts, and a list with one name for each"
+        )
     for name in ("num_return_sequences", "min_length"):  # a generation config may set them, too
         if (option(model, options, name) or 0) > 1:
             raise ValueError(f"{name} of the generation config is not for generate_many: {NOT_FOR_MANY[name]}")

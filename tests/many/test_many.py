@@ -15,6 +15,7 @@ from accelerate import PartialState
 from architectures import LONG_ROPE, build
 from groups import leave, run_two
 from pairs import each_value, pairwise, usual
+from peft import LoraConfig, get_peft_model
 from PIL import Image
 from test_multimodal import IMAGE, llava
 from torch import Tensor
@@ -209,6 +210,20 @@ def test_allowed_tokens_are_those_of_the_prompt(declare: Any) -> None:
         for index, ids in enumerate(texts())
     ]
     assert many(model, texts(), speculator=draft(), prefix_allowed_tokens_fn=declare(allowed)) == plain
+
+
+def test_adapters_are_those_of_the_prompt() -> None:
+    lora = LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+    torch.manual_seed(0)
+    model: Any = get_peft_model(noisy(target(), 0.0), lora, "one")
+    model.add_adapter("two", lora)
+    model.eval()
+    prompts, names = texts((5, 13, 2, 9, 30)), ["one", "two", "__base__", "two", "one"]
+    plain = [alone(model, [ids], adapter_names=[name])[0] for ids, name in zip(prompts, names, strict=True)]
+    assert plain[:2] != alone(model, prompts[:2], adapter_names=["__base__"]), "the adapters do nothing"
+    assert many(model, prompts, adapter_names=names, speculator="ngram") == plain
+    with pytest.raises(ValueError, match="adapter_names has the length 4, and prompts 5: pass a list of prompts"):
+        many(model, prompts, adapter_names=names[:4])
 
 
 def test_images() -> None:
@@ -516,6 +531,8 @@ def test_the_models_default_speculator_is_used_and_refused_calls_are_plain() -> 
         ({"generation_config": GenerationConfig(min_length=30)}, "use min_new_tokens"),
         ({"streamer": object()}, "stream one prompt with generate"),
         ({"guidance_scale": 1.5, "negative_prompt_ids": torch.ones(1, 2)}, "batches have other prompts"),
+        ({"adapter_names": ["one"]}, "adapter_names has the length 1, and prompts has none: pass a list"),
+        ({"task_ids": torch.zeros(1)}, "task_ids is not for generate_many: batches have other prompts"),
         ({"batch_size": 0}, "batch_size is 0"),
         ({"batch_size": "2"}, "batch_size is '2'; set a whole number"),
         ({"look_ahead": 0}, "look_ahead is 0"),
