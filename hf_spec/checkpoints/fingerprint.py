@@ -22,6 +22,7 @@ DIFFERENCES = {
     "config": "the target's config differs",
     "ends": "the target's embeddings or output layer differ",
     "body": "the target's layers differ",
+    "adapters": "the target's active adapters or their scaling differ, or were not recorded",
     "tokenizer": "the tokenizer differs",
     "dataset": "the dataset differs",
 }
@@ -31,17 +32,20 @@ SWITCHES = {  # settings that are recorded where they are on: what off and on me
 }
 
 
-def fingerprint(model: PreTrainedModel) -> dict[str, str]:
+def fingerprint(model: PreTrainedModel) -> dict[str, Any]:
     """Return digests of the config of ``model``, its embeddings and output layer, and its body.
 
-    Only some values of each weight are included. A model without a body has no digest of config and body.
+    Only some values of each weight are included. A model without a body has no digest of config and body. Only a
+    model with adapters of PEFT has an entry for those that are active.
     """
     outside = embeddings_and_head(model)
-    found = {"ends": _digest(outside)}
+    found: dict[str, Any] = {"ends": _digest(outside)}
     if has_body(model):
         config = json.dumps(lasting(model.config.to_dict()), sort_keys=True, default=str)
         body: dict[str, Tensor] = {name: tensor for name, tensor in model.named_parameters() if name not in outside}
         found |= {"config": hashlib.sha256(config.encode()).hexdigest(), "body": _digest(body)}
+        if adapters := _adapters(model):
+            found["adapters"] = adapters[0] if all(one == adapters[0] for one in adapters) else adapters
     return found
 
 
@@ -123,6 +127,18 @@ def lasting(config: Any) -> Any:
     if not isinstance(config, dict):
         return config
     return {name: lasting(value) for name, value in config.items() if name not in PASSING}
+
+
+def _adapters(model: nn.Module) -> list[dict[str, float | None]]:
+    """Return the scaling of the active adapters of PEFT, for each layer that has adapters."""
+    found = []
+    for own in map(vars, model.modules() if hasattr(model, "peft_config") else ()):
+        if "_active_adapter" in own:
+            active, scaling = own["_active_adapter"], own.get("scaling")
+            names = () if own.get("_disable_adapters") else (active,) if isinstance(active, str) else active
+            known = scaling if isinstance(scaling, dict) else {}
+            found.append({name: float(known[name]) if name in known else None for name in names})
+    return found
 
 
 def _json_digest(content: Any) -> str:

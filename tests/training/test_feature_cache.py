@@ -181,6 +181,28 @@ def test_states_are_those_of_a_target_with_its_adapter(tmp_path: Path) -> None:
         cached(tmp_path / "head", target=adapted("lm_head")).load_target()
 
 
+def test_states_of_another_adapter_are_not_taken(tmp_path: Path) -> None:
+    target = adapted("q_proj")
+    target.add_adapter("other", target.peft_config["default"])
+    cached(tmp_path, target=target)
+    cached(tmp_path, target=target)
+    layer = next(one for one in target.modules() if hasattr(one, "scale_layer"))
+
+    def refused() -> None:
+        with pytest.raises(ValueError, match="the target's active adapters or their scaling differ"):
+            cached(tmp_path, target=target)
+
+    with target.disable_adapter():
+        refused()
+    layer.scale_layer(2)  # of one layer
+    refused()
+    layer.unscale_layer()
+    target.set_adapter("other")
+    refused()
+    target.set_adapter("default")
+    cached(tmp_path, target=target)
+
+
 def test_names_on_disk_stay_as_they_were_first_written(tmp_path: Path) -> None:
     made = cached(tmp_path)
     index = json.loads((tmp_path / "index.json").read_text())
