@@ -29,6 +29,10 @@ PROGRESS = {"optimizer": "*optimizer*", "learning rate schedule": "scheduler.pt"
 MOVING = ("params", "lr")  # keys of an optimizer's group that change during training
 # Keys of a config that are set after training began: by us (the target's name) and by Trainer (from the tokenizer).
 SET_LATER = ("speculators_config", "bos_token_id", "eos_token_id", "pad_token_id")
+# Keys of an adapter's config that PEFT would not read from a checkpoint: it keeps those of the adapter at hand.
+OF_ADAPTER = (
+    *("base_model_name_or_path", "peft_type", "r", "lora_alpha", "use_rslora", "use_dora", "target_modules"),
+)
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 # How safetensors and torch say that a file could not be written to its end.
 FULL_MESSAGES = (*(f"os error {number}" for number in FULL), "PytorchStreamWriter failed", "unexpected pos")
@@ -78,15 +82,20 @@ def checkpoints(output_dir: str | os.PathLike[str]) -> list[Path]:
     return [steps[step] for step in sorted(steps)]
 
 
-def check_draft(checkpoint: str | None, draft: Any, is_adapter: bool) -> None:
-    """Raise a ValueError if a checkpoint is of another ``draft``, or only one of the two is an adapter."""
-    config, adapter = (Path(checkpoint or "", name) for name in ("config.json", "adapter_config.json"))
-    if checkpoint is None or not (config.exists() or adapter.exists()):  # DeepSpeed writes neither
+def check_draft(checkpoint: str | None, draft: Any, adapter: Any) -> None:
+    """Raise a ValueError if a checkpoint is of another ``draft``, or of another adapter on it.
+
+    ``adapter`` is the config of the adapter that is trained; ``None`` if the draft itself is.
+    """
+    config, of_adapter = (Path(checkpoint or "", name) for name in ("config.json", "adapter_config.json"))
+    if checkpoint is None or not (config.exists() or of_adapter.exists()):  # DeepSpeed writes neither
         return
-    found = []
-    if adapter.exists() != is_adapter:
-        found = ["it has no adapter of PEFT" if is_adapter else "it is an adapter of PEFT"]
-    elif not is_adapter:
+    if of_adapter.exists() != (adapter is not None):
+        found = ["it is an adapter of PEFT" if adapter is None else "it has no adapter of PEFT"]
+    elif adapter is not None:
+        saved, own = map(_of_adapter, (json.loads(of_adapter.read_text("utf-8")), adapter.to_dict()))
+        found = differences(saved, dict.fromkeys(saved) | own)
+    else:
         saved, own = (_flat(json.loads(one)) for one in (config.read_text("utf-8"), draft.config.to_json_string()))
         kind_first = sorted({**saved, **own}, key=lambda name: "model_type" not in name)
         found = differences(saved, {name: own.get(name) for name in kind_first})
@@ -95,6 +104,11 @@ def check_draft(checkpoint: str | None, draft: Any, is_adapter: bool) -> None:
             f"training cannot resume from {checkpoint}, which holds another draft: {'; '.join(found[:3])}. Repeat the "
             "recipe that began it, or name another output_dir"
         )
+
+
+def _of_adapter(config: dict[str, Any]) -> dict[str, Any]:
+    found = {name: config[name] for name in OF_ADAPTER if config.get(name)}
+    return {name: sorted(one) if isinstance(one, list | set) else one for name, one in found.items()}
 
 
 def _flat(config: dict[str, Any], before: str = "") -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import inspect
@@ -144,11 +145,12 @@ class DraftTrainer(Trainer):
                 f"the MTP layers of {type(self.target).__name__} can be read, but not written back: train a "
                 "separate draft instead, made from an MTPSpeculatorConfig"
             )
+        adapter = None if self._peft_config is None else _for_draft(self._peft_config, draft)
         check_arguments(draft, self.target, args)
         if getattr(self.target, "hf_device_map", None) is None and self.target.device != args.device:
             cast(Any, self.target).to(args.device)
         if isinstance(draft, DraftModel):
-            if self._peft_config is None and draft is model:
+            if adapter is None and draft is model:
                 draft.sort_features()  # as it will be saved; an adapter belongs to the draft as its files have it
             draft.bind(self.target)  # once the target is where it stays: bind may copy rows of its output layer
             for layer in draft.output_layers if args.freeze_lm_head else ():
@@ -156,10 +158,10 @@ class DraftTrainer(Trainer):
             if draft.unroll_steps(args.unroll_steps) == 1:  # what only later steps read gets no gradient
                 args.ddp_find_unused_parameters = True
         self._is_head_frozen = args.freeze_lm_head
-        if self._peft_config is not None:
+        if adapter is not None:
             from peft import get_peft_model
 
-            model = get_peft_model(model, self._peft_config)
+            model = get_peft_model(model, adapter)
         self._reader = Reader(self.target, draft.feature_layers(self.target) if isinstance(draft, DraftModel) else ())
         for data in self._data:
             self._admit(data)
@@ -411,7 +413,8 @@ class DraftTrainer(Trainer):
         elif not self.state.global_step:
             check_output_dir(cast(str, self.args.output_dir))
         if self.model is not None:
-            check_draft(checkpoint, self.draft, self.accelerator.unwrap_model(self.model) is not self.draft)
+            adapter = getattr(self.accelerator.unwrap_model(self.model), "active_peft_config", None)
+            check_draft(checkpoint, self.draft, adapter)
             vars(self.draft).update(self._around)  # training wraps the draft again, and must wrap this forward
             is_sharded = sharding.splits_matrices(self.args)  # whose wrapper takes the model's place
             if self.accelerator.num_processes > 1 and self.model_wrapped is self.model and not is_sharded:
@@ -508,3 +511,16 @@ class DraftTrainer(Trainer):
             **options,
         )
         write_files({"README.md": card}, directory)
+
+
+def _for_draft(config: Any, draft: Any) -> Any:
+    """Return PEFT's ``config`` as it adapts a draft. Errors: a ValueError if drafting would pass the adapter by."""
+    if getattr(config, "is_prompt_learning", False) or getattr(config, "alora_invocation_tokens", None):
+        raise ValueError(
+            "peft_config is of virtual tokens or activated LoRA, which work through PEFT's generate alone, so that "
+            "drafting would pass them by: take an adapter of weights, such as LoRA without alora_invocation_tokens"
+        )
+    if isinstance(draft, DraftModel):
+        config = copy.copy(config)
+        config.task_type = None  # PEFT's wrappers for a task use methods of language models
+    return config

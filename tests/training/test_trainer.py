@@ -373,7 +373,10 @@ def test_an_adapter_is_trained_saved_and_drafts(tmp_path: Path) -> None:
     target = sharp_target()
     draft = eagle3(target)
     before = {name: tensor.clone() for name, tensor in draft.state_dict().items()}
-    lora = peft.LoraConfig(r=2, target_modules=["q_proj", "down_proj", "lm_head"])
+    for passed_by in (peft.PrefixTuningConfig(num_virtual_tokens=2), peft.LoraConfig(alora_invocation_tokens=[3])):
+        with pytest.raises(ValueError, match="such as LoRA without alora_invocation_tokens"):
+            DraftTrainer(draft, target, arguments(tmp_path), train_dataset=text(), peft_config=passed_by)
+    lora = peft.LoraConfig(r=2, target_modules=["q_proj", "down_proj", "lm_head"], task_type="CAUSAL_LM")
     trainer = DraftTrainer(draft, target, arguments(tmp_path), train_dataset=text(), peft_config=lora)
     trainer.train()
     changed = {name for name, parameter in trainer.model.named_parameters() if parameter.requires_grad}

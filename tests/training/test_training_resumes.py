@@ -133,6 +133,27 @@ def test_another_draft_does_not_go_on_from_a_checkpoint(differs: str, tmp_path: 
             other.train(resume_from_checkpoint=True)
 
 
+def test_another_adapter_does_not_go_on_from_a_checkpoint(tmp_path: Path) -> None:
+    def adapter(base: str = "org/draft", **changes: Any) -> DraftTrainer:
+        given: dict[str, Any] = {"r": 2, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"]}
+        lora, target = LoraConfig(**given | changes), sharp_target()
+        draft, args = eagle3(target), arguments(tmp_path, **SAVED | {"max_steps": 2})
+        draft.name_or_path = base
+        return DraftTrainer(draft, target, args, train_dataset=text(), peft_config=lora)
+
+    adapter().train()
+    adapter(target_modules=["v_proj", "q_proj"]).train(resume_from_checkpoint=True)
+    others: tuple[tuple[dict[str, Any], str], ...] = (
+        ({"lora_alpha": 64}, "lora_alpha was 8, not 64"),
+        ({"use_rslora": True}, "use_rslora was left out, not True"),
+        ({"target_modules": ["q_proj"]}, r"target_modules was \['q_proj', 'v_proj'\], not \['q_proj'\]"),
+        ({"base": "org/other"}, "base_model_name_or_path was org/draft, not org/other"),
+    )
+    for changes, said in others:
+        with pytest.raises(ValueError, match=f"checkpoint-2, which holds another draft: .*{said}"):
+            adapter(**changes).train(resume_from_checkpoint=True)
+
+
 @pytest.mark.parametrize("change", [{"muon_learning_rate": 0.01}, {"freeze_lm_head": True}, {"optim": "sgd"}])
 def test_another_optimizer_does_not_go_on_from_a_checkpoint(change: dict[str, Any], tmp_path: Path) -> None:
     trainer(tmp_path, max_steps=2).train()
