@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 from collections.abc import Collection, Sequence
 from importlib.metadata import PackageNotFoundError, metadata
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +22,7 @@ from .arguments import DraftTrainingArguments
 from .checks import serving_warnings
 
 PLACE = "loaded_from"  # attribute of an adapter's config: the path or id it was loaded from
+ADAPTER = "adapter_of_states"  # attribute of a target without layers: the adapter that its cached states are of
 PLAIN_PROMPT = ('inputs = tokenizer("Once upon a time", return_tensors="pt")',)
 CHAT_PROMPT = (
     'messages = [{"role": "user", "content": "Tell me a short story."}]',
@@ -107,12 +110,31 @@ def model_card(
 
 def adapter_of(target: Any) -> str:
     """Name the PEFT adapters that are active in ``target``, by Hub id or type; "" if there are none."""
+    if (recorded := getattr(target, ADAPTER, None)) is not None:
+        return str(recorded)
     configs: dict[str, Any] = getattr(target, "peft_config", None) or {}
     active = [name for name in _active(target) if name in configs]
     names = [
         hub_name(getattr(configs[one], PLACE, None)) or f"{configs[one].peft_type.value} {one!r}" for one in active
     ]
     return ", ".join(names)
+
+
+def recorded_adapter(target: Any) -> dict[str, str]:
+    """Return what a cache of states records of the active adapters: their name, and the origin if it is known."""
+    if not (name := adapter_of(target)):
+        return {}
+    configs = getattr(target, "peft_config", {}).values()
+    place = next((getattr(one, PLACE) for one in configs if hasattr(one, PLACE)), None)
+    return {"adapter": name} | ({} if place is None else {"adapter_origin": adapter_origin(place)})
+
+
+def adapter_origin(place: str) -> str:
+    """Return the Hub id of an adapter, or a digest of its files: paths are nobody else's business."""
+    if (name := hub_name(place)) is not None:
+        return name
+    files = sorted(one for one in Path(place).glob("adapter_*") if one.is_file())
+    return hashlib.sha256(b"".join(one.read_bytes() for one in files)).hexdigest()
 
 
 def _active(target: Any) -> list[str]:

@@ -37,6 +37,7 @@ from ..scoring.adapters import base_model
 from ..scoring.plain import input_device, tokenizer_in
 from ..settings import is_int
 from ..untrusted import check_ends, printable
+from .card import ADAPTER, recorded_adapter
 from .data import COLUMNS, DraftCollator, check_examples
 from .embeddings_and_head import load_embeddings_and_head, save_embeddings_and_head
 from .origin import check_tokenizer
@@ -96,7 +97,8 @@ def cache_features(
     }
     if index.count:
         _refuse(path, differences(index.made_from, made_from))
-    index.made_from = made_from | {"name": hub_name(target.config.name_or_path)} | index.made_from
+    names = {"name": hub_name(target.config.name_or_path)} | recorded_adapter(target)
+    index.made_from = made_from | names | index.made_from
     bytes_per_token = len(kept) * target.config.get_text_config().hidden_size * kind.itemsize
     shards = survey.shards(max(1, index.made_from["shard_size"] // bytes_per_token))
     index.count = len(shards)
@@ -219,12 +221,14 @@ class FeatureCache(Dataset[dict[str, Any]]):
                 f"{self.directory} has no embeddings and no output layer: load the complete target instead"
             )
         try:
-            return load_embeddings_and_head(self.directory / "target")
+            target = load_embeddings_and_head(self.directory / "target")
         except (SafetensorError, OSError, LookupError, AttributeError, TypeError, RuntimeError) as error:
             raise ValueError(
                 f"{self.directory / 'target'} is damaged ({printable(error)}): remove it, and load the complete "
                 "target instead"
             ) from error
+        setattr(target, ADAPTER, self.made_from.get("adapter", ""))  # for the draft's model card
+        return target
 
 
 def _refuse(directory: Path, found: list[str]) -> None:

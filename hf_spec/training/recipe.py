@@ -35,7 +35,7 @@ from ..drafts.modeling import DraftModel
 from ..scoring.adapters import base_model
 from ..untrusted import DEEPEST, check_ends, check_sound
 from .arguments import DraftTrainingArguments
-from .card import PLACE
+from .card import PLACE, adapter_origin
 from .checks import check_devices
 from .data import prepare_dataset
 from .features import FeatureCache
@@ -237,9 +237,10 @@ def train(recipe: dict[str, Any], changes: Sequence[str] = ()) -> tuple[str, dic
         )
     if features and args.world_size > 1:
         _check_finished(features["directory"], splits, name)
-    target = (alone and _target_of_caches(features["directory"], splits, name, target_config)) or _target(
-        **recipe["target"]
-    )
+    target = None
+    if alone:
+        target = _target_of_caches(features["directory"], splits, recipe["target"], target_config)
+    target = target or _target(**recipe["target"])
     draft = _draft(recipe["draft"], base_model(target), splits["train"])
     if features:
         layers = draft.feature_layers(base_model(target)) if isinstance(draft, DraftModel) else ()
@@ -322,10 +323,10 @@ def _check_finished(directory: str, parts: Iterable[str], name: str) -> None:
         ) from error
 
 
-def _target_of_caches(directory: str, parts: Iterable[str], name: str, config: PreTrainedConfig) -> Any:
+def _target_of_caches(directory: str, parts: Iterable[str], asked: dict[str, Any], config: PreTrainedConfig) -> Any:
     """Load the target's embeddings and output layer from finished caches; ``None`` if a cache must still be made.
 
-    Errors: a ValueError if they are of another target than ``name``, which has this ``config``.
+    Errors: a ValueError if they are of another target than the one ``asked`` for, which has this ``config``.
     """
     try:
         caches = [FeatureCache(Path(directory, part)) for part in parts]
@@ -334,11 +335,16 @@ def _target_of_caches(directory: str, parts: Iterable[str], name: str, config: P
         return None
     except ValueError:  # not started, or not finished
         return None
-    target, recorded = caches[0].load_target(), caches[0].made_from.get("name")
+    target, made_from = caches[0].load_target(), caches[0].made_from
+    name, recorded = asked["name"], made_from.get("name")
     texts = (one.get_text_config(decoder=True) for one in (target.config, config))
     own, wanted = ({key: getattr(text, key, None) for key in SIZES} for text in texts)
     if None not in (recorded, hub_name(name)):
         own["the target"], wanted["the target"] = recorded, name
+    adapter, had = asked.get("adapter"), made_from.get("adapter")
+    origin = None if adapter is None else adapter_origin(adapter)
+    if made_from.get("adapter_origin", had and origin) != origin:  # of a model that was given, the origin is unknown
+        own["the adapter"], wanted["the adapter"] = had, adapter
     if found := differences(own, wanted):
         raise ValueError(
             f"the feature cache in {directory} is of another target: {'; '.join(found)}. Name the target it was made "

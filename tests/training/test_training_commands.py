@@ -19,7 +19,7 @@ import torch
 import yaml
 from groups import in_another_process
 from pairs import each_value
-from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer
 
 from hf_spec import demo
 from hf_spec.checkpoints.kinds import config_classes
@@ -29,7 +29,16 @@ datasets = pytest.importorskip("datasets")
 peft = pytest.importorskip("peft")
 from hf_spec.progress import Progress  # noqa: E402
 from hf_spec.training import DraftTrainer, DraftTrainingArguments  # noqa: E402
-from hf_spec.training.recipe import FEATURES, PREPARE, _splits, read_recipe, train, training_arguments  # noqa: E402
+from hf_spec.training.card import adapter_of  # noqa: E402
+from hf_spec.training.recipe import (  # noqa: E402
+    FEATURES,
+    PREPARE,
+    _splits,
+    _target_of_caches,
+    read_recipe,
+    train,
+    training_arguments,
+)
 from hf_spec.training.sources import coverage, is_prepared, prepared  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
@@ -331,6 +340,34 @@ def test_features_are_made_where_there_are_none(stories: Path, tmp_path: Path) -
         found.append(metrics)
     assert len({round(metrics["eval_loss"], 4) for metrics in found}) == 1
     assert ["eval_acceptance_length" in metrics for metrics in found] == [True, False, True]
+
+
+def test_features_are_those_of_the_targets_adapter(stories: Path, tmp_path: Path) -> None:
+    for seed, name in enumerate("ab"):
+        torch.manual_seed(seed)
+        lora = peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
+        peft.get_peft_model(AutoModelForCausalLM.from_pretrained(TARGET), lora).save_pretrained(tmp_path / name)
+    features = str(tmp_path / "features")
+
+    def trained(adapter: str) -> str:
+        options: dict[str, Any] = {"target": {"name": TARGET, "adapter": str(tmp_path / adapter)}}
+        options |= {
+            "prepare": {"max_length": 64, "held_out": 2},
+            "trainer": {"output_dir": str(tmp_path / "of" / adapter)},
+        }
+        options["features"] = {"directory": features, "without_target": True}
+        directory, _ = train(read_recipe(recipe(tmp_path, stories, {"kind": "medusa", "num_heads": 2}, **options)))
+        return (Path(directory) / "README.md").read_text(encoding="utf-8")
+
+    def opened(**adapter: str) -> Any:
+        return _target_of_caches(features, ["train"], {"name": TARGET, **adapter}, AutoConfig.from_pretrained(TARGET))
+
+    assert "with the adapter LORA 'default'" in trained("a")
+    for other in (lambda: trained("b"), opened):
+        with pytest.raises(ValueError, match="of another target: the adapter was LORA 'default', not "):
+            other()
+    (tmp_path / "a").rename(tmp_path / "moved")
+    assert adapter_of(opened(adapter=str(tmp_path / "moved"))) == "LORA 'default'"
 
 
 def test_training_goes_on_from_a_draft(stories: Path, tmp_path: Path) -> None:
