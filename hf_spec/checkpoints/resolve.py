@@ -30,7 +30,7 @@ from ..drafts.ngram.speculator import DEFAULT_HISTORY_SIZE, NgramSpeculator
 from ..drafts.plain.speculator import PlainSpeculator
 from ..drafts.translated.speculator import TranslatedSpeculator
 from ..drafts.vanilla.speculator import OTHER_TOKENIZERS, VanillaSpeculator
-from ..scoring.adapters import base_model
+from ..scoring.adapters import base_model, why_in_generate
 from ..scoring.architectures import cross_attends
 from ..scoring.plain import input_device, tokenizer_in
 from ..untrusted import printable
@@ -66,12 +66,13 @@ def as_speculator(speculator: Any, target: PreTrainedModel) -> Speculator:
     is one of transformers' own (``Gemma4AssistantForCausalLM``, ``Gemma4UnifiedAssistantForCausalLM``,
     ``MuseGlimmerAssistantModel``).
 
-    Errors: a TypeError for anything else; for a path what ``load_draft`` raises.
+    Errors: a TypeError for anything else; for a path what ``load_draft`` raises. A ValueError for a draft with an
+    adapter of PEFT that works through PEFT's ``generate`` alone.
     """
     target = base_model(target)
     if isinstance(speculator, HybridSpeculator):
         return speculator.with_draft(as_speculator(speculator.draft, target))
-    if isinstance(base := base_model(speculator), Speculator):
+    if isinstance(base := _unwrapped(speculator), Speculator):
         warn_of_tokenizers(base, target)
         _warn_of_device(base, target)
         return base
@@ -108,6 +109,16 @@ def as_speculator(speculator: Any, target: PreTrainedModel) -> Speculator:
         "AutoModelForCausalLM.from_pretrained or AutoModelForSeq2SeqLM.from_pretrained."
         + (" An encoder-decoder model can draft for another of its kind alone." if _encodes(base) else "")
     )
+
+
+def _unwrapped(draft: Any) -> Any:
+    """Return the model inside of wrappers; a ValueError if the adapter of a draft would be passed by."""
+    if (adapter := why_in_generate(draft)) is not None:
+        raise ValueError(
+            f"the draft's adapter ({adapter}) works through PEFT's generate alone, which drafting does not call: "
+            "draft with its get_base_model(), or with an adapter of weights, such as LoRA"
+        )
+    return base_model(draft)
 
 
 def _from_files(place: str | os.PathLike[str], target: PreTrainedModel) -> Speculator:
@@ -155,7 +166,7 @@ def with_tokenizers(speculator: Any, target: PreTrainedModel, tokenizer: Any, ta
     if isinstance(speculator, str | os.PathLike) and speculator not in KEYWORDS:
         place, speculator = speculator, load_draft(speculator, target, **placement(target))
         _warn_of_reading(os.fspath(place), target)
-    draft = base_model(speculator.model if isinstance(speculator, VanillaSpeculator) else speculator)
+    draft = _unwrapped(speculator.model if isinstance(speculator, VanillaSpeculator) else speculator)
     if not (isinstance(draft, PreTrainedModel) and draft.can_generate()):
         raise ValueError(
             f"assistant_tokenizer is for a draft that is a language model, and {type(draft).__name__} is none; drop "

@@ -289,6 +289,8 @@ def test_peft_virtual_tokens(kind: type[PeftConfig], name: str) -> None:
     assert "goes past PEFT's generate" in str(why_not_engine(wrapped, {"max_new_tokens": 2}))
     with pytest.raises(ValueError, match="works through PEFT's generate alone"):
         check_call(wrapped, DraftTrainingArguments(report_to="none"), {})
+    with pytest.raises(ValueError, match=r"the draft's adapter \(P.*_TUNING\) works through PEFT's generate alone"):
+        greedy(target(name), prompts(3), speculator=wrapped)
     if f'"{CACHE}"' not in inspect.getsource(type(wrapped).prepare_inputs_for_generation):
         # PEFT before it knows the new name: it puts its tokens into every forward, and plain generate is wrong, too.
         with pytest.raises(ValueError, match=r"single steps.* prepared by PeftModelForCausalLM P.*_TUNING, which may"):
