@@ -26,6 +26,7 @@ from .files import (
     is_speculators,
     names_target,
     needed,
+    sort_vocabulary,
     speculators_format,
 )
 
@@ -64,6 +65,7 @@ def read_flat(
 ) -> Read:
     """Read a flat config, in which the fields of the decoder layers are at the top level; ``given`` are the others."""
     tensors = needed(tensors)
+    sort_vocabulary(tensors)
     layers = flat_layers(raw, tensors)
     scales = {name: float(raw[name]) for name in SCALES if raw.get(name)}
     if layers.model_type == GEMMA:  # whose layers have a cap of their own, by the same key

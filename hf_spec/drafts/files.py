@@ -26,6 +26,8 @@ GEMMA_TENSORS = (
 )
 ZIP = b"PK\x03\x04"
 MOST_NAMES, SPARE_BYTES = 8, 1 << 26  # a tensor may have so many names, and small files more
+# Tensors whose rows are the tokens of the draft's vocabulary.
+OF_DRAFT_TOKENS = ("lm_head.weight", "markov_head.markov_w2.weight")
 # Tensors that no draft needs: recomputed tables, and the target's norm and head, which speculators trains against.
 LEFT_OVER = re.compile(r".*\binv_freq$|verifier_(lm_head|norm)\.weight$")
 
@@ -159,6 +161,11 @@ def needed(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     }
 
 
+def short_names(names: Collection[str]) -> set[str]:
+    """Return the names of tensors without the ``model.`` that some files put before them, as ``needed`` does."""
+    return {name.removeprefix("model.") for name in names}
+
+
 def shared_with_target(tensors: Collection[str]) -> list[str]:
     """List which of embeddings and head the files lack, and the target provides."""
     return [name for name in ("embed_tokens", "lm_head") if f"{name}.weight" not in tensors]
@@ -246,6 +253,21 @@ def config_of(kind: type[Config], raw: dict[str, Any]) -> Config:
     """Build the config of ``kind`` from those keys of ``raw`` that are fields of it."""
     known = {field.name for field in fields(kind)} - {"architectures", "transformers_version"}
     return kind(**{name: value for name, value in raw.items() if name in known})
+
+
+def sort_vocabulary(tensors: dict[str, Tensor]) -> None:
+    """Sort the tokens that ``d2t`` lists, in place: ModelOpt and NeMo write them by frequency."""
+    if "d2t" not in tensors:
+        return
+    places = torch.arange(len(tensors["d2t"]))
+    ids = tensors["d2t"].long() + places
+    order = ids.argsort()
+    if torch.equal(order, places):
+        return
+    tensors["d2t"] = ids[order] - places
+    for name in OF_DRAFT_TOKENS:
+        if name in tensors and len(tensors[name]) == len(order):  # others are refused for their shape
+            tensors[name] = tensors[name][order]
 
 
 def complete_vocabulary(total: int, tensors: dict[str, Tensor]) -> int:

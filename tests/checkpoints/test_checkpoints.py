@@ -253,6 +253,27 @@ def test_a_modelopt_export(tmp_path: Path) -> None:
     assert torch.equal(draft.t2d, twin.t2d)
 
 
+@pytest.mark.parametrize("case", ["specforge_eagle3_plain", "ds_dspark_qwen3"])
+def test_tokens_listed_by_frequency_are_the_same_draft(case: str, tmp_path: Path) -> None:
+    """ModelOpt and NeMo list them so; a row of every output layer belongs to each."""
+    listed, found = torch.tensor([9, 2, 30, 5]), []
+    for ids in (listed, listed.sort().values, torch.tensor([2, 5, 5, 30])):
+        path = copy_of(case, tmp_path / str(len(found)))
+        weights = load_file(path / "model.safetensors")
+        weights.pop("t2d", None)
+        ends = weights.keys() & {"lm_head.weight", "markov_head.markov_w2.weight"}
+        rows = {name: weights[name][ids] for name in ends}
+        weights |= rows | {"d2t": ids - torch.arange(4)}
+        save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+        if len(found) == 2:
+            with pytest.raises(ValueError, match="must ascend"):
+                AutoDraftModel.from_pretrained(path)
+        else:
+            found.append(AutoDraftModel.from_pretrained(path).state_dict())
+    assert found[0].keys() == found[1].keys()
+    assert all(torch.equal(found[0][name], tensor) for name, tensor in found[1].items())
+
+
 def test_kinds_of_layers_may_be_copied_from_the_target(tmp_path: Path) -> None:
     path = copy_of("specforge_eagle3_plain", tmp_path / "draft")
     edit_config(path, layer_types=["full_attention"] * 6)

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ...config_keys import Known, flat_keys, known
 from ...configuration import default_speculators_config
-from ..files import Files, Format, flat_layers, is_speculators, needed, speculators_format
+from ..files import Files, Format, flat_layers, is_speculators, needed, sort_vocabulary, speculators_format
 from ..fusing_files import Read, aux_layer_ids, read_speculators, with_layer_ids
 from .configuration import Eagle3SpeculatorConfig
 from .engines import SERVED_FLAGS, beyond_eagle3, beyond_flat
@@ -88,6 +88,7 @@ def _flat(raw: dict[str, Any], tensors: dict[str, Tensor], norm_output_is_before
     norms = sum(name.startswith("fc_norm.") for name in tensors)
     count = norms or (len(ids) if ids else 3)
     layers = flat_layers(raw, tensors)
+    sort_vocabulary(tensors)
     width = tensors["fc.weight"].shape[-1] // count if "fc.weight" in tensors else layers.hidden_size
     norm_output = bool(flags.get("norm_output", False))
     given = {
