@@ -30,6 +30,7 @@ from hf_spec.config_keys import unknown_keys
 from hf_spec.drafts.eagle3.configuration import Eagle3SpeculatorConfig
 from hf_spec.drafts.eagle3.formats import aux_layer_ids
 from hf_spec.drafts.eagle3.modeling import Eagle3DraftModel
+from hf_spec.drafts.files import Checkpoint
 
 PLAIN = "sp_eagle3_llama_ff"
 
@@ -193,6 +194,7 @@ def test_the_rules_of_vllm_can_be_broken(tmp_path: Path) -> None:
         ("eagle3_orig_a", "eagle3", (2, 4, 5)),
         ("specforge_eagle3_31", "specforge", (2, 4, 5)),
         ("eagle1_orig_a", "eagle", (-1,)),
+        ("ds_dspark_qwen3", "deepspec", (2, 4, 5)),
     ],
 )
 def test_every_format_is_recognised(case: str, layout: str, feature_layers: tuple[int, ...]) -> None:
@@ -201,6 +203,8 @@ def test_every_format_is_recognised(case: str, layout: str, feature_layers: tupl
     assert find_format(names).name == layout
     assert not any(tensor.device.type == "cpu" and tensor.numel() for tensor in names.tensors.values())
     assert load_draft(case).feature_layers(tiny_target(num_hidden_layers=8)) == feature_layers
+    under_model = {f"model.{name}": one for name, one in names.tensors.items()}
+    assert find_format(Checkpoint("here", names.config, under_model)).name == layout
 
 
 @pytest.mark.parametrize(
@@ -235,12 +239,14 @@ def test_layer_ids_of_every_convention(config: dict[str, Any], expected: list[in
     assert aux_layer_ids(config) == expected
 
 
-def test_a_modelopt_export(tmp_path: Path) -> None:
+@pytest.mark.parametrize("prefix", ["", "model."])
+def test_a_modelopt_export(prefix: str, tmp_path: Path) -> None:
+    """NeMo's drafts have the prefix."""
     path = copy_of("specforge_eagle3_plain", tmp_path / "draft")
 
     def rename(weights: dict[str, Tensor]) -> None:
-        for name in [name for name in weights if name.startswith("midlayer.")]:
-            weights[name.replace("midlayer.", "layers.0.")] = weights.pop(name)
+        for name in weights.keys() - {"lm_head.weight", "d2t", "t2d"}:
+            weights[prefix + name.replace("midlayer.", "layers.0.")] = weights.pop(name)
         del weights["t2d"]
 
     edit_weights(path, rename)
@@ -251,6 +257,8 @@ def test_a_modelopt_export(tmp_path: Path) -> None:
     twin = load_draft("specforge_eagle3_plain")
     assert torch.equal(logits(draft, "specforge_eagle3_plain"), logits(twin, "specforge_eagle3_plain"))
     assert torch.equal(draft.t2d, twin.t2d)
+    assert type(load(path, load_target("specforge_eagle3_plain"))) is Eagle3DraftModel
+    assert any("doubles the prefix" in one for one in inspect(path).engines["vLLM"]) is bool(prefix)
 
 
 @pytest.mark.parametrize("case", ["specforge_eagle3_plain", "ds_dspark_qwen3"])

@@ -29,12 +29,13 @@ from ..block_files import (
     read_flat,
     write_zlab,
 )
-from ..files import Files, Format, is_speculators
+from ..files import Files, Format, is_speculators, short_names
 from .configuration import DFlashSpeculatorConfig
 
 
 def _is_zlab(config: dict[str, Any], names: Collection[str]) -> bool:
     given, named = merged_keys(config), str(config.get("architectures"))
+    names = short_names(names)
     others = any(name.startswith(("markov_head.", "candidate_selector.")) for name in names)  # of DSpark and DFlash2
     is_deepspec = "DSpark" in named or "markov_rank" in given  # whose DFlash is DSpark without heads
     is_dflash = "DFlashDraftModel" in named or (isinstance(config.get("dflash_config"), dict) and not is_deepspec)

@@ -29,14 +29,14 @@ from ..block_files import (
     read_flat,
     write_flat,
 )
-from ..files import Files, Format, is_speculators
+from ..files import Files, Format, is_speculators, short_names
 from .configuration import DSparkSpeculatorConfig
 
 HEADS = ("markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov")
 
 
 def _is_deepspec(config: dict[str, Any], names: Collection[str]) -> bool:
-    given = merged_keys(config)
+    given, names = merged_keys(config), short_names(names)
     heads = "target_layer_ids" in given or any(name.startswith("markov_head.") for name in names)
     return "block_size" in given and "hidden_norm.weight" in names and heads and not is_speculators(config)
 

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from ...config_keys import flat_keys, known
-from ..files import Checkpoint, Format, flat_layers, needed, shared_with_target
+from ..files import Checkpoint, Format, flat_layers, needed, shared_with_target, short_names
 from .configuration import EagleSpeculatorConfig
 
 
@@ -26,7 +26,7 @@ def _read(raw: dict[str, Any], tensors: dict[str, Tensor]) -> tuple[EagleSpecula
 FORMATS = (
     Format(
         "eagle",
-        lambda config, names: {"fc.weight", "layers.0.self_attn.q_proj.weight"} <= {*names},
+        lambda config, names: {"fc.weight", "layers.0.self_attn.q_proj.weight"} <= short_names(names),
         _read,
         owner="SafeAILab",
         keys=lambda config, names: flat_keys(config, names, known("bias", "eagle_fc_bias")),

@@ -96,6 +96,10 @@ def _vllm(checkpoint: Checkpoint, layout: str, config: Eagle3SpeculatorConfig) -
             _misread_norm_output(checkpoint, layout),
             "feeds back the normed output, unlike SpecForge in training; convert it",
         ),
+        (
+            any(name.startswith("model.") for name in checkpoint.tensors),
+            f"doubles the prefix model. of its tensors; convert to {both}",
+        ),
         *(features_in_vllm(config) if nested else ()),
         *_beyond_vllm(config),
     ]

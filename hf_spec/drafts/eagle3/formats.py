@@ -22,7 +22,16 @@ from torch import Tensor
 
 from ...config_keys import Known, flat_keys, known
 from ...configuration import default_speculators_config
-from ..files import Files, Format, flat_layers, is_speculators, needed, sort_vocabulary, speculators_format
+from ..files import (
+    Files,
+    Format,
+    flat_layers,
+    is_speculators,
+    needed,
+    short_names,
+    sort_vocabulary,
+    speculators_format,
+)
 from ..fusing_files import Read, aux_layer_ids, read_speculators, with_layer_ids
 from .configuration import Eagle3SpeculatorConfig
 from .engines import SERVED_FLAGS, beyond_eagle3, beyond_flat
@@ -51,11 +60,11 @@ def _is_specforge(config: dict[str, Any], names: Collection[str]) -> bool:
 
 
 def _is_safeailab(config: dict[str, Any], names: Collection[str]) -> bool:
-    return "midlayer.hidden_norm.weight" in names
+    return "midlayer.hidden_norm.weight" in short_names(names)
 
 
 def _is_modelopt(config: dict[str, Any], names: Collection[str]) -> bool:
-    return "layers.0.hidden_norm.weight" in names and not is_speculators(config)
+    return "layers.0.hidden_norm.weight" in short_names(names) and not is_speculators(config)
 
 
 def _read_speculators(raw: dict[str, Any], tensors: dict[str, Tensor]) -> Read:
