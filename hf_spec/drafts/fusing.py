@@ -45,7 +45,8 @@ class FusingSpeculatorConfig(FeatureSpeculatorConfig):
         norm_before_residual: the residual carries the normed feature (speculators) instead of the raw one (EAGLE).
         norm_output: later steps are fed the output after the final norm ("EAGLE-3.1") instead of before it.
         norm_before_fc: norm the concatenated features. ``fc_norm``: norm each of them. Not both.
-        norm_before_lm_head: ``False`` for SpecForge's ``norm_output: false``; only hf_spec knows this one.
+        norm_before_lm_head: ``False`` for ``norm_output: false`` of SpecForge before September 2026; only hf_spec
+            knows this one.
         embed_requires_grad: train the embeddings too.
     """
 

@@ -27,6 +27,7 @@ from hf_spec.checkpoints.kinds import find_format
 from hf_spec.checkpoints.resolve import load_draft as load
 from hf_spec.checkpoints.resolve import placement
 from hf_spec.config_keys import unknown_keys
+from hf_spec.drafts.eagle3 import formats
 from hf_spec.drafts.eagle3.configuration import Eagle3SpeculatorConfig
 from hf_spec.drafts.eagle3.formats import aux_layer_ids
 from hf_spec.drafts.eagle3.modeling import Eagle3DraftModel
@@ -307,17 +308,22 @@ def test_a_variant_is_read_from_its_own_files(tmp_path: Path) -> None:
         AutoDraftModel.from_pretrained(tmp_path / "both", variant="bf16")
 
 
-@pytest.mark.parametrize(
-    ("written", "ends_chains_normed", "normed_before_head"), [(True, False, True), (False, False, False)]
-)
-def test_norm_output_of_specforge_is_not_ours(
-    written: bool, ends_chains_normed: bool, normed_before_head: bool, tmp_path: Path
+@pytest.mark.parametrize(("written", "meant"), [(True, "norm_output"), (False, "norm_before_lm_head"), (None, None)])
+def test_norm_output_of_specforge_is_that_of_engines(
+    written: bool | None, meant: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Until September 2026 SpecForge meant the norm before the head by it."""
+    told: list[str] = []
+    monkeypatch.setattr(formats.logger, "warning_once", told.append)
     path = copy_of("specforge_eagle3_31", tmp_path / "draft")
     edit_config(path, norm_output=written)
     config = AutoDraftModel.from_pretrained(path).config
-    assert config.norm_output is ends_chains_normed
-    assert config.norm_before_lm_head is normed_before_head
+    assert (config.norm_output, config.norm_before_lm_head) == (written is True, True)
+    assert len(told) == (meant is not None)
+    assert meant is None or f"set {meant} to false" in told[0]
+    edit_config(path, served_flags=True)  # which says that the engines' meaning is meant
+    AutoDraftModel.from_pretrained(path)
+    assert len(told) == (meant is not None)
 
 
 def test_a_silent_config_has_rope_base_10000_and_a_wrong_layer_count_does_not_matter(tmp_path: Path) -> None:
@@ -723,7 +729,7 @@ def test_a_report_says_what_a_checkpoint_is() -> None:
     ):
         assert part in text
     specforge = inspect(GOLDENS / "specforge_eagle3_31" / "checkpoint")
-    assert "feeds back the normed output" in specforge.engines["SGLang"][0]
+    assert specforge.engines["vLLM"] == specforge.engines["SGLang"] == []
     assert inspect(GOLDENS / "eagle3_orig_a" / "checkpoint").engines == {
         "vLLM": [],
         "SGLang": [],

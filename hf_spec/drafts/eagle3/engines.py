@@ -9,7 +9,7 @@ from ..files import Checkpoint, applying, as_wide, head_in_part, in_speculators,
 from ..fusing_files import features_in_vllm
 from .configuration import Eagle3SpeculatorConfig
 
-# A key that only hf_spec writes into a flat config: there norm_output has the meaning of the serving engines.
+# A key that only hf_spec writes into a flat config: norm_output there is not that of an older SpecForge.
 SERVED_FLAGS = "served_flags"
 
 Obstacles = list[tuple[bool, str]]
@@ -93,10 +93,6 @@ def _vllm(checkpoint: Checkpoint, layout: str, config: Eagle3SpeculatorConfig) -
         (nested and "norm_before_residual" not in raw, "takes the missing norm_before_residual for True"),
         (bool(ids) and only_outputs, f"reads the layer ids of eagle_config one too low; convert to {both}"),
         (
-            _misread_norm_output(checkpoint, layout),
-            "feeds back the normed output, unlike SpecForge in training; convert it",
-        ),
-        (
             any(name.startswith("model.") for name in checkpoint.tensors),
             f"doubles the prefix model. of its tensors; convert to {both}",
         ),
@@ -122,10 +118,6 @@ def _sglang(checkpoint: Checkpoint, layout: str, config: Eagle3SpeculatorConfig)
     return [
         (nested, f"does not read this config{cure}"),
         (not nested and not outputs and not _default_ids(ids), f"reads layer ids from eagle_config only{cure}"),
-        (
-            _misread_norm_output(checkpoint, layout),
-            "feeds back the normed output, unlike SpecForge in training; convert it",
-        ),
         *((True, sentence) for sentence in unserved(config)["SGLang"]),
     ]
 
@@ -148,11 +140,6 @@ def _beyond_llama_cpp(config: Eagle3SpeculatorConfig) -> Obstacles:
         (not _default_ids(ids), f"always reads hidden_states[2, n // 2, n - 3], not {ids}"),
         (not config.norm_before_lm_head, "always norms before the head"),
     ]
-
-
-def _misread_norm_output(checkpoint: Checkpoint, layout: str) -> bool:
-    raw = checkpoint.config
-    return layout == "specforge" and bool(raw.get("norm_output")) and SERVED_FLAGS not in raw
 
 
 def _default_ids(ids: list[int] | None) -> bool:

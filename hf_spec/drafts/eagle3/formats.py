@@ -4,7 +4,7 @@
 format          how it is recognised                              what its files do not say
 =============== ================================================  ==========================================
 ``speculators`` ``speculators_model_type`` eagle3                 nothing
-``specforge``   ``LlamaForCausalLMEagle3`` and ``midlayer.*``     ``norm_output`` is the norm before the head
+``specforge``   ``LlamaForCausalLMEagle3`` and ``midlayer.*``     which of two meanings ``norm_output`` has
 ``eagle3``      other ``midlayer.*`` (SafeAILab's own)            the layers read, rope base, layer count
 ``deepspec``    ``target_layer_ids``, otherwise as ``modelopt``   nothing; ids are outputs of layers
 ``modelopt``    ``layers.0.hidden_norm`` in a flat config         no ``t2d``
@@ -15,10 +15,12 @@ Numbers of layers, biases, norms and vocabularies are taken from the tensors: so
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection
 from typing import Any
 
 from torch import Tensor
+from transformers.utils import logging
 
 from ...config_keys import Known, flat_keys, known
 from ...configuration import default_speculators_config
@@ -35,6 +37,8 @@ from ..files import (
 from ..fusing_files import Read, aux_layer_ids, read_speculators, with_layer_ids
 from .configuration import Eagle3SpeculatorConfig
 from .engines import SERVED_FLAGS, beyond_eagle3, beyond_flat
+
+logger = logging.get_logger(__name__)
 
 IDS = "eagle_aux_hidden_state_layer_ids"
 FLAGS = known("norm_before_residual", "norm_output", "norm_before_fc", "fc_norm", "draft_vocab_size", IDS)
@@ -88,10 +92,17 @@ def _read_deepspec(raw: dict[str, Any], tensors: dict[str, Tensor]) -> Read:
 
 
 def _read_specforge(raw: dict[str, Any], tensors: dict[str, Tensor]) -> Read:
-    return _flat(raw, needed(tensors), norm_output_is_before_head=SERVED_FLAGS not in raw)
+    written = raw.get("norm_output")
+    if written is not None and SERVED_FLAGS not in raw:
+        logger.warning_once(
+            f"config.json says norm_output: {json.dumps(written)}, which is read as SGLang and vLLM do, and SpecForge "
+            "since September 2026 (its PR 879). If an older SpecForge trained the draft, convert it (hf-spec convert) "
+            f"and set {'norm_output' if written else 'norm_before_lm_head'} to false in the new config.json"
+        )
+    return _flat(raw, needed(tensors))
 
 
-def _flat(raw: dict[str, Any], tensors: dict[str, Tensor], norm_output_is_before_head: bool = False) -> Read:
+def _flat(raw: dict[str, Any], tensors: dict[str, Tensor]) -> Read:
     flags = raw | (raw.get("eagle_config") or {})
     ids = aux_layer_ids(raw)
     norms = sum(name.startswith("fc_norm.") for name in tensors)
@@ -99,7 +110,6 @@ def _flat(raw: dict[str, Any], tensors: dict[str, Tensor], norm_output_is_before
     layers = flat_layers(raw, tensors)
     sort_vocabulary(tensors)
     width = tensors["fc.weight"].shape[-1] // count if "fc.weight" in tensors else layers.hidden_size
-    norm_output = bool(flags.get("norm_output", False))
     given = {
         "transformer_layer_config": layers,
         "speculators_config": default_speculators_config("eagle3"),
@@ -108,8 +118,7 @@ def _flat(raw: dict[str, Any], tensors: dict[str, Tensor], norm_output_is_before
         "norm_before_residual": bool(flags.get("norm_before_residual", False)),
         "norm_before_fc": "input_norm.weight" in tensors,
         "fc_norm": norms > 0,
-        "norm_output": norm_output and not norm_output_is_before_head,
-        "norm_before_lm_head": not norm_output_is_before_head or bool(flags.get("norm_output", True)),
+        "norm_output": bool(flags.get("norm_output", False)),
         "dtype": raw.get("dtype", raw.get("torch_dtype")),
     }
     return with_layer_ids(Eagle3SpeculatorConfig, given, layers.vocab_size, tensors)
