@@ -15,7 +15,9 @@ from transformers import AutoConfig, AutoModel, PreTrainedConfig
 
 from hf_spec.checkpoints.auto import AutoDraftModel
 from hf_spec.checkpoints.conversion import convert
+from hf_spec.checkpoints.files import read_checkpoint
 from hf_spec.checkpoints.inspection import inspect
+from hf_spec.checkpoints.kinds import find_format
 from hf_spec.drafts.dflash.configuration import DFlashSpeculatorConfig
 from hf_spec.drafts.dflash.modeling import DFlashDraftModel
 from hf_spec.drafts.dspark.configuration import DSparkSpeculatorConfig
@@ -155,6 +157,31 @@ def test_repackaged_drafts_are_read(case: str, changes: dict[str, Any], tmp_path
     draft, known = AutoDraftModel.from_pretrained(path, dtype=torch.float32), load_draft(case)
     assert (type(draft), draft.config.sample_from_anchor) == (type(known), known.config.sample_from_anchor)
     assert torch.equal(block_of(draft, case), block_of(known, case))
+
+
+def test_modelopt_names_the_heads_of_dspark_in_another_way(tmp_path: Path) -> None:
+    case = "ds_dspark_qwen3"
+    heads = {"markov_rank": 8, "markov_head_type": "vanilla", "use_confidence_head": True}
+    inside = IDS | heads | {"causal": False, "projector_type": "dspark", "shift_label": True}
+    moved = dict.fromkeys((*IDS, *HEADS, "confidence_head_with_markov"))
+    changes = {"architectures": ["DFlashDraftModel"], "dflash_config": inside, **moved}
+    path = copy_of(case, tmp_path / "draft", **changes)
+    weights = load_file(path / "model.safetensors")
+    for name in [name for name in weights if "_head." in name and not name.startswith("lm_head")]:
+        named = name.removeprefix("markov_head.").replace("confidence_head.proj", "confidence_proj")
+        weights[named] = weights.pop(name)
+    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+    draft, known = AutoDraftModel.from_pretrained(path, dtype=torch.float32), load_draft(case)
+    assert draft.config.markov_rank == 8
+    assert draft.config.enable_confidence_head and draft.config.confidence_head_with_markov
+    assert draft.state_dict().keys() == known.state_dict().keys()
+    assert all(torch.equal(draft.state_dict()[name], one) for name, one in known.state_dict().items())
+    checkpoint = read_checkpoint(path)
+    assert find_format(checkpoint).unknown(checkpoint.config, checkpoint.tensors) == []
+    assert "takes it for DFlash; convert to speculators" in inspect(path).engines["vLLM"]
+    changes["dflash_config"] = inside | {"shift_label": False}
+    with pytest.raises(ValueError, match="shift_label is False"):
+        AutoDraftModel.from_pretrained(copy_of(case, tmp_path / "unshifted", **changes))
 
 
 def test_deepspec_eagle3_reads_outputs_of_layers() -> None:

@@ -36,7 +36,8 @@ from .configuration import DFlashSpeculatorConfig
 def _is_zlab(config: dict[str, Any], names: Collection[str]) -> bool:
     given, named = merged_keys(config), str(config.get("architectures"))
     names = short_names(names)
-    others = any(name.startswith(("markov_head.", "candidate_selector.")) for name in names)  # of DSpark and DFlash2
+    others = any(name.startswith(("markov_", "candidate_selector.")) for name in names)
+    others = others or bool(given.get("markov_rank"))  # parts of DSpark and DFlash2, under any name of an architecture
     is_deepspec = "DSpark" in named or "markov_rank" in given  # whose DFlash is DSpark without heads
     is_dflash = "DFlashDraftModel" in named or (isinstance(config.get("dflash_config"), dict) and not is_deepspec)
     return is_dflash and not others and "selector_rank" not in given and not is_speculators(config)

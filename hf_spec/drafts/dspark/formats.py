@@ -1,11 +1,13 @@
-"""DSpark drafts in files: of the speculators library and of DeepSpec, whose DFlash drafts are DSpark without heads.
+"""DSpark drafts in files: of the speculators library, and of DeepSpec and ModelOpt.
+
+DeepSpec's DFlash drafts are DSpark without heads. ModelOpt's tensors and keys of the heads have names of their own.
 
 =============== ========================================== ===========================================================
 format          how it is recognised                       what its files do not say
 =============== ========================================== ===========================================================
 ``speculators`` ``speculators_model_type`` dspark          nothing
 ``deepspec``    ``block_size`` and ``target_layer_ids`` or  ids are outputs of layers; every slot predicts; keys of
-                ``markov_head.*`` in a flat config         heads that are off
+                ``markov_*`` in a flat config              heads that are off
 =============== ========================================== ===========================================================
 """
 
@@ -16,7 +18,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ...config_keys import Known
+from ...config_keys import Known, known
 from ...configuration import GEMMA
 from ..block_files import (
     Read,
@@ -29,20 +31,38 @@ from ..block_files import (
     read_flat,
     write_flat,
 )
-from ..files import Files, Format, is_speculators, short_names
+from ..files import Files, Format, is_speculators, needed, short_names
 from .configuration import DSparkSpeculatorConfig
 
 HEADS = ("markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov")
+# ModelOpt's names of the heads' tensors, and ours.
+FLAT_HEADS = {
+    **{name: f"markov_head.{name}" for name in ("markov_w1.", "markov_w2.", "gate_proj.", "joint_proj.")},
+    "confidence_proj.": "confidence_head.proj.",
+}
+
+
+def is_modelopt(names: Collection[str]) -> bool:
+    """Tell whether the tensors of the heads have ModelOpt's names."""
+    return "markov_w1.weight" in short_names(names)
 
 
 def _is_deepspec(config: dict[str, Any], names: Collection[str]) -> bool:
     given, names = merged_keys(config), short_names(names)
-    heads = "target_layer_ids" in given or any(name.startswith("markov_head.") for name in names)
+    heads = "target_layer_ids" in given or any(name.startswith("markov_") for name in names)
     return "block_size" in given and "hidden_norm.weight" in names and heads and not is_speculators(config)
 
 
 def _read_deepspec(raw: dict[str, Any], tensors: dict[str, Tensor]) -> Read:
     raw = looked_up(raw)  # engines' repackaged files have a dflash_config, SpecForge's a dspark_config, too
+    if raw.get("shift_label") is False:  # of ModelOpt, which itself writes true only
+        raise ValueError(
+            "shift_label is False, but in DSpark every slot predicts the token after it: ask who made the draft what "
+            "its slots predict, or use another one"
+        )
+    if (head := raw.get("use_confidence_head")) is not None:  # ModelOpt's, whose head reads the previous token, too
+        raw |= {"enable_confidence_head": head, "confidence_head_with_markov": head}
+    tensors = {_nested(name): tensor for name, tensor in needed(tensors).items()}
     off = {"markov_rank": 0, "enable_confidence_head": False, "confidence_head_with_markov": False}
     return read_flat(
         DSparkSpeculatorConfig,
@@ -55,8 +75,14 @@ def _read_deepspec(raw: dict[str, Any], tensors: dict[str, Tensor]) -> Read:
     )
 
 
+def _nested(name: str) -> str:
+    theirs = next((one for one in FLAT_HEADS if name.startswith(one)), "")
+    return FLAT_HEADS.get(theirs, "") + name.removeprefix(theirs)
+
+
 def _keys(config: dict[str, Any], names: Collection[str]) -> Known:
-    return flat_block_keys(config, names, projector_type="dspark")  # SpecForge's name of the kind
+    own = {"projector_type": "dspark", "shift_label": True, **known("use_confidence_head")}  # SpecForge's, ModelOpt's
+    return flat_block_keys(config, names, **own)
 
 
 def write_deepspec(draft: Any) -> Files:

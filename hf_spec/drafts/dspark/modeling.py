@@ -26,7 +26,7 @@ from ..blocks import BlockDraftModel
 from ..files import Checkpoint
 from ..trees import at_depth
 from .configuration import DSparkSpeculatorConfig
-from .formats import FORMATS, write_deepspec
+from .formats import FORMATS, is_modelopt, write_deepspec
 
 
 class Reading(NamedTuple):
@@ -209,4 +209,10 @@ class DSparkDraftModel(BlockDraftModel):
     ) -> dict[str, list[str]]:
         simple = config.markov_head_type == "vanilla" or not config.markov_rank
         unserved = ["knows the vanilla Markov head only"] * (not simple)
-        return engines(config, checkpoint, unserved, "deepspec")
+        found = engines(config, checkpoint, unserved, "deepspec")
+        if checkpoint is not None and is_modelopt(checkpoint.tensors):
+            found["vLLM"].append("takes it for DFlash; convert to speculators")
+            for engine in ("SGLang", "llama.cpp"):
+                cure = "convert to deepspec with --self-contained TARGET"
+                found[engine].append(f"is not known to read ModelOpt's files of DSpark; {cure}")
+        return found
