@@ -11,6 +11,12 @@ from ..settings import is_int
 from .files import completed
 from .fusing import FusingDraftModel, FusingSpeculatorConfig
 
+IDS = "eagle_aux_hidden_state_layer_ids"
+ANGELSLIM_IDS = "aux_hidden_states_layer_ids"
+# gpt-oss-120b has so many layers, so that no layer has this number: NVIDIA's Eagle3-v3 for it counts layers that have
+# run (SGLang's PR 32334). Its other drafts name [1, 17, 32], ModelOpt's default, which are outputs of layers.
+GPT_OSS_TOKENS, GPT_OSS_LAYERS = 201_088, 36
+
 Read = tuple[FusingSpeculatorConfig, dict[str, Tensor]]
 
 
@@ -19,15 +25,21 @@ def aux_layer_ids(config: dict[str, Any]) -> list[int] | None:
 
     Only this function converts between the conventions. A top-level ``eagle_aux_hidden_state_layer_ids`` (speculators,
     vLLM) counts layers that have run: it is ``hidden_states[i]`` already. One inside ``eagle_config`` (SpecForge,
-    ModelOpt, SGLang) names the layer whose output is read: ``hidden_states[i + 1]``. EAGLE's own files name none.
+    ModelOpt, SGLang) names the layer whose output is read: ``hidden_states[i + 1]``. So does AngelSlim's
+    ``aux_hidden_states_layer_ids``. EAGLE's own files name none.
     """
-    name, later = "eagle_aux_hidden_state_layer_ids", 0
-    if (ids := config.get(name)) in (None, []):  # ModelOpt writes an empty list for its default
-        ids, later = (config.get("eagle_config") or {}).get(name), 1
-    if ids in (None, []):
+    inside = config.get("eagle_config") or {}
+    places = ((IDS, config, 0), (IDS, inside, 1), (ANGELSLIM_IDS, config, 1))
+    # ModelOpt writes an empty list for its default.
+    found = next((one for one in places if one[1].get(one[0]) not in (None, [])), None)
+    if found is None:
         return None
+    name, place, later = found
+    ids = place[name]
     if not isinstance(ids, list) or not all(map(is_int, ids)):
         raise ValueError(f"{name} is {ids!r}; list whole numbers, one per hidden state that the draft reads")
+    if place is inside and config.get("vocab_size") == GPT_OSS_TOKENS and max(ids) >= GPT_OSS_LAYERS:
+        later = 0
     return [i + later for i in ids]
 
 

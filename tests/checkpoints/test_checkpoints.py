@@ -34,6 +34,7 @@ from hf_spec.drafts.eagle3.modeling import Eagle3DraftModel
 from hf_spec.drafts.files import Checkpoint
 
 PLAIN = "sp_eagle3_llama_ff"
+IDS, GPT_OSS = "eagle_aux_hidden_state_layer_ids", {"vocab_size": 201088}
 
 
 @torch.no_grad()
@@ -234,10 +235,32 @@ def test_every_format_is_recognised(case: str, layout: str, feature_layers: tupl
             [2, 4],
             id="empty",
         ),
+        pytest.param({"aux_hidden_states_layer_ids": [0, 3, 7]}, [1, 4, 8], id="angelslim"),
+        pytest.param(GPT_OSS | {"eagle_config": {IDS: [24, 30, 36]}}, [24, 30, 36], id="gpt-oss-v3"),
+        pytest.param(GPT_OSS | {"eagle_config": {IDS: [1, 17, 32]}}, [2, 18, 33], id="gpt-oss"),
     ],
 )
 def test_layer_ids_of_every_convention(config: dict[str, Any], expected: list[int] | None) -> None:
     assert aux_layer_ids(config) == expected
+
+
+@pytest.mark.parametrize(
+    ("changes", "ids", "told"),
+    [
+        ({"eagle_config": {IDS: [0, 3, 7]}}, [1, 4, 8], "one too low"),
+        ({"aux_hidden_states_layer_ids": [0, 3, 7]}, [1, 4, 8], "does not know aux_hidden_states_layer_ids"),
+        ({"aux_hidden_states_layer_ids": [1, 3, 4]}, [2, 4, 5], None),  # which it reads unasked
+    ],
+)
+def test_vllm_reads_layer_ids_in_its_own_way(
+    changes: dict[str, Any], ids: list[int], told: str | None, tmp_path: Path
+) -> None:
+    path = copy_of("specforge_eagle3_plain", tmp_path / "draft")
+    edit_config(path, **changes)
+    report = inspect(path)
+    assert report.config.eagle_aux_hidden_state_layer_ids == ids
+    assert find_format(read_checkpoint(path)).unknown(changes, {}) == []
+    assert report.engines["vLLM"] == [] if told is None else told in report.engines["vLLM"][0]
 
 
 @pytest.mark.parametrize("prefix", ["", "model."])

@@ -6,7 +6,7 @@ import os
 
 from ...configuration import GEMMA
 from ..files import Checkpoint, applying, as_wide, head_in_part, in_speculators, names_target
-from ..fusing_files import features_in_vllm
+from ..fusing_files import ANGELSLIM_IDS, IDS, features_in_vllm
 from .configuration import Eagle3SpeculatorConfig
 
 # A key that only hf_spec writes into a flat config: norm_output there is not that of an older SpecForge.
@@ -81,8 +81,8 @@ def beyond_eagle3(config: Eagle3SpeculatorConfig) -> list[str]:
 
 def _vllm(checkpoint: Checkpoint, layout: str, config: Eagle3SpeculatorConfig) -> Obstacles:
     raw, ids, nested = checkpoint.config, config.eagle_aux_hidden_state_layer_ids or [], layout == "speculators"
+    given = raw.get(IDS) or (raw.get("eagle_config") or {}).get(IDS)  # which vLLM reads as they are
     name = (config.speculators_config or {})["verifier"].get("name_or_path")
-    only_outputs = "eagle_config" in raw and "eagle_aux_hidden_state_layer_ids" not in raw
     both = "speculators" if beyond_flat(config) else "sglang, which names both"
     return [
         (ids != sorted(ids), f"sorts the layer ids {ids} and so permutes the features; convert to speculators"),
@@ -91,7 +91,11 @@ def _vllm(checkpoint: Checkpoint, layout: str, config: Eagle3SpeculatorConfig) -
             "needs --speculative-config: verifier.name_or_path is no Hub id",
         ),
         (nested and "norm_before_residual" not in raw, "takes the missing norm_before_residual for True"),
-        (bool(ids) and only_outputs, f"reads the layer ids of eagle_config one too low; convert to {both}"),
+        (bool(given) and given != ids, f"reads the layer ids of eagle_config one too low; convert to {both}"),
+        (
+            ANGELSLIM_IDS in raw and not given and not _default_ids(ids),
+            f"does not know {ANGELSLIM_IDS}; convert to {both}",
+        ),
         (
             any(name.startswith("model.") for name in checkpoint.tensors),
             f"doubles the prefix model. of its tensors; convert to {both}",

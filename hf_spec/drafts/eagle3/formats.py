@@ -34,19 +34,18 @@ from ..files import (
     sort_vocabulary,
     speculators_format,
 )
-from ..fusing_files import Read, aux_layer_ids, read_speculators, with_layer_ids
+from ..fusing_files import ANGELSLIM_IDS, IDS, Read, aux_layer_ids, read_speculators, with_layer_ids
 from .configuration import Eagle3SpeculatorConfig
 from .engines import SERVED_FLAGS, beyond_eagle3, beyond_flat
 
 logger = logging.get_logger(__name__)
 
-IDS = "eagle_aux_hidden_state_layer_ids"
 FLAGS = known("norm_before_residual", "norm_output", "norm_before_fc", "fc_norm", "draft_vocab_size", IDS)
 # Keys of flat configs beyond those of the layers. ModelOpt's other flags are known with one value each.
 FLAT_KEYS: Known = FLAGS | {
     **known("bias", "num_aux_hidden_states", "target_hidden_size", SERVED_FLAGS),
     **known("draft_num_hidden_layers", "num_target_layers", "step_loss_decay", "target_layer_ids"),  # DeepSpec's
-    **known("target_model_name_or_path", "ttt_length"),
+    **known("target_model_name_or_path", "ttt_length", ANGELSLIM_IDS),
     **known("target_model_type", "reuse_target_lm_head"),  # SpecForge's, for its training
     "additional_fc": False,
     "eagle_config": FLAGS
