@@ -38,6 +38,7 @@ NOT_DONE = {
     **{"rope_is_neox_style": True, "use_aux_hidden_state": True, "draft_shift": 0},
 }
 FLAT_KEYS: Known = known("block_size", "mask_token_id", "target_layer_ids", "is_causal", "causal", "causal_head") | {
+    **known("draft_vocab_size"),  # which the tensors tell
     **known("num_target_layers", "target_hidden_size", "target_model_name_or_path", *SCALES, *NOT_DONE),
     **known("embeds_as_target"),  # which hf_spec writes for JetSpec's drafts
     **known("swa_window_size"),  # means something with use_swa only

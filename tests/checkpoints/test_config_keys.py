@@ -135,6 +135,8 @@ def test_a_value_that_means_another_layer_is_told() -> None:
             {"projector_type": "dspark", "confidence_head_alpha": 1.0, "attention_mode": "gqa"},
             {"projector_type": "own", "attention_mode": "mla"},
         ),
+        ("dspark deepspec", None, {"draft_vocab_size": 40}, {}),
+        ("dflash2 dflash", "dflash_config", {"projector_type": "dflash2"}, {"projector_type": "own"}),  # ModelOpt's
     ],
 )
 def test_what_specforge_always_writes_is_known(

@@ -29,7 +29,7 @@ def _is_zlab(config: dict[str, Any], names: Collection[str]) -> bool:
 
 
 def _keys(config: dict[str, Any], names: Collection[str]) -> Known:
-    own = {**FLAT_KEYS, **known(*SHAPE)}
+    own = {**FLAT_KEYS, **known(*SHAPE), "projector_type": "dflash2"}  # ModelOpt's name of the kind
     return flat_keys(config, names, {**own, "dflash_config": own})
 
 
