@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from hf_spec.checkpoints.auto import AutoDraftModel
+from hf_spec.checkpoints.files import read_checkpoint
 from hf_spec.checkpoints.kinds import register_auto_classes
+from hf_spec.drafts.files import Checkpoint
 
 register_auto_classes()
 GOLDENS = Path(__file__).parent / "fixtures" / "goldens"
@@ -43,6 +46,16 @@ def load_draft(case: str, **kwargs: Any) -> Any:
     if draft.config.shared_with_target:
         draft.bind(load_target(case))
     return draft
+
+
+def first_speculators(case: str) -> Checkpoint:
+    """Return an EAGLE-1 draft as versions 0.1 and 0.2 of the speculators library wrote it."""
+    found = read_checkpoint(GOLDENS / case / "checkpoint")
+    names = {"fc.": "fusion_fc.", "layers.0.": "transformer."}
+    tensors = {re.sub("^(fc|layers.0).", lambda one: names[one[0]], name): t for name, t in found.tensors.items()}
+    config = {"speculators_model_type": "eagle", "transformer_layer_config": found.config}
+    config |= {"transformer_layer_architecture": "LlamaDecoderLayer", "fusion_bias": True, "layernorms": False}
+    return Checkpoint("first/checkpoint", config, tensors)
 
 
 def load_target(case: str) -> PreTrainedModel:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from golden import ALL, CLOSE, GOLDENS, load_draft, load_target, outputs, tiny_target
+from golden import ALL, CLOSE, GOLDENS, first_speculators, load_draft, load_target, outputs, tiny_target
 from groups import in_another_process
 from huggingface_hub.utils import validate_repo_id
 from safetensors.torch import load_file, save_file
@@ -304,6 +304,19 @@ def test_tokens_listed_by_frequency_are_the_same_draft(case: str, tmp_path: Path
             found.append(AutoDraftModel.from_pretrained(path).state_dict())
     assert found[0].keys() == found[1].keys()
     assert all(torch.equal(found[0][name], tensor) for name, tensor in found[1].items())
+
+
+def test_eagle1_of_the_first_versions_of_speculators(tmp_path: Path) -> None:
+    checkpoint = first_speculators("eagle1_orig_a")
+    save_file(dict(checkpoint.tensors), tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(checkpoint.config))
+    draft, known = AutoDraftModel.from_pretrained(tmp_path, dtype=torch.float32), load_draft("eagle1_orig_a")
+    assert draft.config.fc_bias is True
+    assert all(inspect(tmp_path).engines.values())  # each is told why not
+    assert torch.equal(logits(draft, "eagle1_orig_a"), logits(known, "eagle1_orig_a"))
+    edit_config(tmp_path, layernorms=True)
+    with pytest.raises(ValueError, match="layernorms is true: "):
+        AutoDraftModel.from_pretrained(tmp_path)
 
 
 def test_kinds_of_layers_may_be_copied_from_the_target(tmp_path: Path) -> None:

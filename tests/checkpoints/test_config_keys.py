@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from golden import GOLDENS
+from golden import GOLDENS, first_speculators
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
@@ -41,6 +41,7 @@ FILES = {
     "dspark deepspec": "ds_dspark_qwen3",
     "peagle speculators": "sp_peagle_llama",
     "eagle eagle": "eagle1_orig_a",
+    "eagle speculators": "eagle1_orig_a",  # of its first versions
     "medusa medusa": "medusa_v1_pt",
     "medusa medusa-vllm": "medusa_v1_pt",  # by names of vLLM's
     "mtp speculators": "sp_mtp_qwen3",
@@ -50,6 +51,8 @@ FILES = {
 
 def of_layout(layout: str) -> Checkpoint:
     found = read_checkpoint(GOLDENS / FILES[layout] / "checkpoint")
+    if layout == "eagle speculators":
+        found = first_speculators(FILES[layout])
     config, tensors = copy.deepcopy(found.config), dict(found.tensors)
     if layout == "eagle3 modelopt":
         del config["target_layer_ids"]

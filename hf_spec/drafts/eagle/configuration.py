@@ -11,7 +11,7 @@ class EagleSpeculatorConfig(SpeculatorConfig):
     """The config of an EAGLE-1 or EAGLE-2 draft (arXiv 2401.15077, 2406.16858); both have the same weights.
 
     It reads the target's last hidden state after the final norm and predicts with the target's own head. Only hf_spec
-    reads this ``speculators_model_type``.
+    reads its files; those of speculators 0.1 and 0.2 have the same ``speculators_model_type`` and other tensors.
 
     Args:
         fc_bias: the layer that fuses embedding and feature has a bias.
