@@ -108,8 +108,7 @@ def cache_features(
         if has_body(target):
             reader.check()
         _begin(path, target, sum(survey.lengths[example] for example in rest) * bytes_per_token)
-        total = len(survey.lengths)
-        with Progress("Caching", total, "examples", progress, done=total - len(rest)) as bar:
+        with Progress("Caching", total := len(survey.lengths), "examples", progress, done=total - len(rest)) as bar:
             _fill(index, todo, _ShardReader(dataset, reader, batch_size, kind, bar))
     return FeatureCache(path)
 
