@@ -125,7 +125,9 @@ def _held(speculator: Speculator) -> tuple[Any, ...]:
     is_own = type(speculator).__module__.partition(".")[0] == __name__.partition(".")[0]
     if not is_own or (speculator.learns and history is None):
         return (speculator,)
-    return type(speculator), getattr(speculator, "model", None), history, speculator.profile_key
+    draft = getattr(speculator, "draft", None)  # beside a history
+    inside = _held(draft) if isinstance(draft, Speculator) else (draft,)
+    return type(speculator), getattr(speculator, "model", None), history, speculator.profile_key, inside
 
 
 def _has_nothing_left(manager: ContinuousBatchingManager) -> bool:

@@ -113,7 +113,8 @@ def as_speculator(speculator: Any, target: PreTrainedModel) -> Speculator:
 
 def _unwrapped(draft: Any) -> Any:
     """Return the model inside of wrappers; a ValueError if the adapter of a draft would be passed by."""
-    if (adapter := why_in_generate(draft)) is not None:
+    adapter = why_in_generate(draft) or why_in_generate(getattr(draft, "model", None))  # of a VanillaSpeculator
+    if adapter is not None:
         raise ValueError(
             f"the draft's adapter ({adapter}) works through PEFT's generate alone, which drafting does not call: "
             "draft with its get_base_model(), or with an adapter of weights, such as LoRA"

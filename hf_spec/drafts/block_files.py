@@ -20,6 +20,7 @@ from .files import (
     applying,
     as_wide,
     completed,
+    doubled_prefix,
     flat_layers,
     head_in_part,
     in_speculators,
@@ -235,6 +236,8 @@ def engines(
     if checkpoint is not None and not nested and causal and not _tells_vllm(checkpoint.config):
         cure = "convert to dflash" if layout == "dflash" else "set is_causal to true"
         found["vLLM"].append(f"is not told is_causal and lets slots see later ones; {cure}")
+    if checkpoint is not None and (doubled := doubled_prefix(checkpoint.tensors)) is not None:
+        found["vLLM"].append(f"{doubled}; convert to {layout}")
     if not nested:
         return found
     if not (config.block_causal or config.sliding_window_non_causal) and "full_attention" in config.layer_kinds:

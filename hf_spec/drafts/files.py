@@ -166,6 +166,12 @@ def short_names(names: Collection[str]) -> set[str]:
     return {name.removeprefix("model.") for name in names}
 
 
+def doubled_prefix(tensors: Collection[str]) -> str | None:
+    """Say what vLLM makes of names that begin with ``model.``, which it puts before all names itself."""
+    has_prefix = any(name.startswith("model.") for name in tensors)
+    return "doubles the prefix model. of its tensors" if has_prefix else None
+
+
 def shared_with_target(tensors: Collection[str]) -> list[str]:
     """List which of embeddings and head the files lack, and the target provides."""
     return [name for name in ("embed_tokens", "lm_head") if f"{name}.weight" not in tensors]

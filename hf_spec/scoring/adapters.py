@@ -39,9 +39,12 @@ def why_in_generate(model: Any) -> str | None:
     """
     model = getattr(model, "_orig_mod", model)
     config: Any = getattr(model, "active_peft_config", None)
-    if getattr(config, "is_prompt_learning", False) or getattr(config, "alora_invocation_tokens", None):
-        return str(getattr(config.peft_type, "value", config.peft_type))
-    return None
+    return str(getattr(config.peft_type, "value", config.peft_type)) if is_in_generate(config) else None
+
+
+def is_in_generate(config: Any) -> bool:
+    """Tell whether an adapter of this ``config`` works through the ``generate`` of PEFT alone."""
+    return bool(getattr(config, "is_prompt_learning", False) or getattr(config, "alora_invocation_tokens", None))
 
 
 def given_by_row(hook: Any) -> str | None:
@@ -56,6 +59,11 @@ def adapted_layers(model: nn.Module) -> list[nn.Module]:
     if not hasattr(model, "peft_config"):  # PEFT sets it on every model it changes
         return []
     return [module for module in model.modules() if any(map(given_by_row, module._forward_pre_hooks.values()))]
+
+
+def adapts_ends(layers: list[nn.Module]) -> bool:
+    """Tell whether adapters of these layers count the tokens that they change from the end of what is read."""
+    return any(given_by_row(hook) == OFFSETS for layer in layers for hook in layer._forward_pre_hooks.values())
 
 
 def with_adapters(

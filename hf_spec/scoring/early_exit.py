@@ -16,7 +16,7 @@ from ..proposal import Proposal
 from .changes import foreign_hooks
 from .features import Features, decoder_of
 from .hooks import hooked
-from .plain import difference, input_device, precision, rounding_of_a_forward
+from .plain import coarsest_precision, difference, input_device, rounding_of_a_forward
 from .prompts import tokens_for
 from .runner import ModelRunner, Scores
 from .trials import in_evaluation, in_short, tried_once
@@ -207,7 +207,7 @@ def _why_no_exit(model: PreTrainedModel, count: int) -> str | None:
     except Exception as error:  # whatever an unforeseen architecture makes of fewer layers
         return f"{name} cannot run its first {count} layers alone ({in_short(error)})"
     apart = float(difference(logits, expected).max())
-    if not apart <= rounding_of_a_forward(precision(model)):  # nan is refused too
+    if not apart <= rounding_of_a_forward(coarsest_precision(model)):  # nan is refused too
         return f"the first {count} layers of {name} alone compute something else than within it"
     return None
 
@@ -254,4 +254,4 @@ def _reuses(model: PreTrainedModel, count: int) -> bool:
         raise
     except Exception:  # whatever an unforeseen architecture makes of layers that have run
         return False
-    return bool(difference(logits, expected).max() <= rounding_of_a_forward(precision(model)))
+    return bool(difference(logits, expected).max() <= rounding_of_a_forward(coarsest_precision(model)))

@@ -18,7 +18,7 @@ from transformers.generation.utils import MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREF
 from ..device_tensors import to_device
 from ..packing.packing import is_packed
 from ..proposal import Proposal
-from .adapters import adapted_layers, with_adapters
+from .adapters import adapted_layers, adapts_ends, with_adapters
 from .architectures import arguments_of, cache_name
 from .cache import TreeKVCache, has_states, keeps_everything, undo_reading
 from .changes import foreign_hooks
@@ -187,7 +187,7 @@ class ModelRunner:
             return Reading(outputs, torch.cat(record.features, dim=1) if record.features else None)
 
         has_padding = len(ids) > 1 and kwargs.get("attention_mask") is not None
-        can_group = has_padding and self._reads_text_alone(kwargs)
+        can_group = has_padding and not self._adapted and self._reads_text_alone(kwargs)
         if can_group and (groups := groups_of(self.model, ids, kwargs)):
             return read_in_groups(groups, ids, kwargs, self._cache_name, read, last)
         return read(ids, kwargs)
@@ -195,8 +195,7 @@ class ModelRunner:
     def _reads_text_alone(self, model_kwargs: dict[str, Any]) -> bool:
         """Tell whether a prompt is tokens alone, read into an empty cache, and nobody asks how it is read.
 
-        Hooks of other packages may act on prompts, and returned hidden states include the padding. Adapters of each
-        row may, too: activated ones count the tokens that they change from the end of the prompt.
+        Hooks of other packages may act on prompts, and returned hidden states include the padding.
         """
         cache = model_kwargs.get(self._cache_name)
         text = (*OF_DECODER_ONLY, *PER_FORWARD)
@@ -211,7 +210,6 @@ class ModelRunner:
             and isinstance(cache, DynamicCache)
             and not has_states(cache)  # which have no length
             and cache.get_seq_length() == 0
-            and not self._adapted
             and not foreign_hooks(self.model)
         )
 
@@ -231,6 +229,7 @@ class ModelRunner:
             and generation_config.prefill_chunk_size is None
             and self._reads_text_alone(model_kwargs)
             and keeps_everything(model_kwargs[self._cache_name])
+            and not adapts_ends(self._adapted)
         )
 
     def prefill_with_draft_tokens(

@@ -124,8 +124,8 @@ def recorded_adapter(target: Any) -> dict[str, str]:
     """Return what a cache of states records of the active adapters: their name, and the origin if it is known."""
     if not (name := adapter_of(target)):
         return {}
-    configs = getattr(target, "peft_config", {}).values()
-    place = next((getattr(one, PLACE) for one in configs if hasattr(one, PLACE)), None)
+    configs = getattr(target, "peft_config", {})
+    place = next(filter(None, (getattr(configs.get(one), PLACE, None) for one in _active(target))), None)
     return {"adapter": name} | ({} if place is None else {"adapter_origin": adapter_origin(place)})
 
 

@@ -343,7 +343,7 @@ def _target_of_caches(directory: str, parts: Iterable[str], asked: dict[str, Any
         own["the target"], wanted["the target"] = recorded, name
     adapter, had = asked.get("adapter"), made_from.get("adapter")
     origin = None if adapter is None else adapter_origin(adapter)
-    if made_from.get("adapter_origin", had and origin) != origin:  # of a model that was given, the origin is unknown
+    if made_from.get("adapter_origin", had and (origin or "")) != origin:  # of a model that was given, it is unknown
         own["the adapter"], wanted["the adapter"] = had, adapter
     if found := differences(own, wanted):
         raise ValueError(

@@ -29,8 +29,9 @@ PROGRESS = {"optimizer": "*optimizer*", "learning rate schedule": "scheduler.pt"
 MOVING = ("params", "lr")  # keys of an optimizer's group that change during training
 # Keys of a config that are set after training began: by us (the target's name) and by Trainer (from the tokenizer).
 SET_LATER = ("speculators_config", "bos_token_id", "eos_token_id", "pad_token_id")
-# Keys of an adapter's config that PEFT would not read from a checkpoint: it keeps those of the adapter at hand.
-OF_ADAPTER = "base_model_name_or_path peft_type r lora_alpha use_rslora use_dora target_modules".split()
+# Keys of an adapter's config that say what it computes. PEFT reads none from a checkpoint of an adapter at hand.
+OF_ADAPTER = """base_model_name_or_path peft_type r lora_alpha rank_pattern alpha_pattern use_rslora use_dora bias
+    fan_in_fan_out target_modules exclude_modules layers_to_transform layers_pattern modules_to_save""".split()
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 # How safetensors and torch say that a file could not be written to its end.
 FULL_MESSAGES = (*(f"os error {number}" for number in FULL), "PytorchStreamWriter failed", "unexpected pos")

@@ -22,7 +22,7 @@ from ..configuration import hub_name
 from ..drafts.modeling import DraftModel
 from ..drafts.mtp.target import TargetMtp
 from ..processes import Processes
-from ..scoring.adapters import base_model
+from ..scoring.adapters import base_model, is_in_generate
 from ..scoring.trials import in_evaluation
 from ..unroll.feedback import UnrollInput
 from ..versions import CHECKPOINTING_ARGUMENT
@@ -515,7 +515,7 @@ class DraftTrainer(Trainer):
 
 def _for_draft(config: Any, draft: Any) -> Any:
     """Return PEFT's ``config`` as it adapts a draft. Errors: a ValueError if drafting would pass the adapter by."""
-    if getattr(config, "is_prompt_learning", False) or getattr(config, "alora_invocation_tokens", None):
+    if is_in_generate(config):
         raise ValueError(
             "peft_config is of virtual tokens or activated LoRA, which work through PEFT's generate alone, so that "
             "drafting would pass them by: take an adapter of weights, such as LoRA without alora_invocation_tokens"

@@ -366,8 +366,15 @@ def test_features_are_those_of_the_targets_adapter(stories: Path, tmp_path: Path
     for other in (lambda: trained("b"), opened):
         with pytest.raises(ValueError, match="of another target: the adapter was LORA 'default', not "):
             other()
+    index = Path(features, "train", "index.json")
+    content = json.loads(index.read_text(encoding="utf-8"))
     (tmp_path / "a").rename(tmp_path / "moved")
     assert adapter_of(opened(adapter=str(tmp_path / "moved"))) == "LORA 'default'"
+    del content["made_from"]["adapter_origin"]  # as of a model that was adapted in Python
+    index.write_text(json.dumps(content), encoding="utf-8")
+    assert adapter_of(opened(adapter=str(tmp_path / "b"))) == "LORA 'default'"
+    with pytest.raises(ValueError, match="of another target: the adapter was LORA 'default', not "):
+        opened()
 
 
 def test_training_goes_on_from_a_draft(stories: Path, tmp_path: Path) -> None:

@@ -38,6 +38,7 @@ def _is_zlab(config: dict[str, Any], names: Collection[str]) -> bool:
     names = short_names(names)
     others = any(name.startswith(("markov_", "candidate_selector.")) for name in names)
     others = others or bool(given.get("markov_rank"))  # parts of DSpark and DFlash2, under any name of an architecture
+    others = others or given.get("projector_type") == "dspark"  # ModelOpt's, even without these parts
     is_deepspec = "DSpark" in named or "markov_rank" in given  # whose DFlash is DSpark without heads
     is_dflash = "DFlashDraftModel" in named or (isinstance(config.get("dflash_config"), dict) and not is_deepspec)
     return is_dflash and not others and "selector_rank" not in given and not is_speculators(config)

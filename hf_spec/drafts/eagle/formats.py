@@ -13,6 +13,7 @@ from ..files import (
     Checkpoint,
     Format,
     config_of,
+    doubled_prefix,
     flat_layers,
     needed,
     shared_with_target,
@@ -78,8 +79,10 @@ FORMATS = (
 
 def in_the_way(checkpoint: Checkpoint, layout: str) -> dict[str, list[str]]:
     """List by engine why it cannot serve the files of ``checkpoint``; empty if it reads them as meant."""
-    bias = "fc.bias" in checkpoint.tensors and not checkpoint.config.get("eagle_fc_bias")
+    bias = "fc.bias" in short_names(checkpoint.tensors) and not checkpoint.config.get("eagle_fc_bias")
     vllm = ["drops the bias of fc; set eagle_fc_bias: true in config.json"] if bias else []
+    if (doubled := doubled_prefix(checkpoint.tensors)) is not None:
+        vllm.append(f"{doubled}; rename them")
     sglang: list[str] = []
     if layout == "speculators":
         vllm, sglang = ["does not know speculators_model_type 'eagle'"], ["does not read this config"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from ...configuration import GEMMA
-from ..files import Checkpoint, applying, as_wide, head_in_part, in_speculators, names_target
+from ..files import Checkpoint, applying, as_wide, doubled_prefix, head_in_part, in_speculators, names_target
 from ..fusing_files import ANGELSLIM_IDS, IDS, features_in_vllm
 from .configuration import Eagle3SpeculatorConfig
 
@@ -96,10 +96,7 @@ def _vllm(checkpoint: Checkpoint, layout: str, config: Eagle3SpeculatorConfig) -
             ANGELSLIM_IDS in raw and not given and not _default_ids(ids),
             f"does not know {ANGELSLIM_IDS}; convert to {both}",
         ),
-        (
-            any(name.startswith("model.") for name in checkpoint.tensors),
-            f"doubles the prefix model. of its tensors; convert to {both}",
-        ),
+        ((doubled := doubled_prefix(checkpoint.tensors)) is not None, f"{doubled}; convert to {both}"),
         *(features_in_vllm(config) if nested else ()),
         *_beyond_vllm(config),
     ]
