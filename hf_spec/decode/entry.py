@@ -221,7 +221,8 @@ def refuse_other_ways(model: PreTrainedModel, kwargs: dict[str, Any]) -> None:
             "synced_gpus (which FSDP and ZeRO-3 over several processes imply) needs the same number of forwards on "
             "every process, which speculation cannot promise. Generate without `speculator`, or gather the model."
         )
-    refuse_before_encoding(model, functools.partial(option, model, kwargs))
+    if model.config.is_encoder_decoder or model.input_modalities != "text":
+        refuse_before_encoding(model, functools.partial(option, model, kwargs))
     refuse_cache(option(model, kwargs, "cache_implementation"))  # before transformers makes it
     if option(model, kwargs, "token_healing"):
         raise Refusal(
