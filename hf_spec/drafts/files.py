@@ -166,6 +166,12 @@ def short_names(names: Collection[str]) -> set[str]:
     return {name.removeprefix("model.") for name in names}
 
 
+def renamed(tensors: dict[str, Tensor], beginnings: dict[str, str]) -> dict[str, Tensor]:
+    """Replace in the name of each tensor the first of ``beginnings`` that it has by what the table says."""
+    found = {name: next((one for one in beginnings if name.startswith(one)), "") for name in tensors}
+    return {beginnings.get(found[name], "") + name.removeprefix(found[name]): one for name, one in tensors.items()}
+
+
 def doubled_prefix(tensors: Collection[str]) -> str | None:
     """Say what vLLM makes of names that begin with ``model.``, which it puts before all names itself."""
     has_prefix = any(name.startswith("model.") for name in tensors)

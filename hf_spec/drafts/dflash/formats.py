@@ -29,7 +29,7 @@ from ..block_files import (
     read_flat,
     write_zlab,
 )
-from ..files import Files, Format, is_speculators, short_names
+from ..files import Files, Format, is_speculators, renamed, short_names
 from .configuration import DFlashSpeculatorConfig
 
 
@@ -73,10 +73,7 @@ def _is_muse(config: dict[str, Any], names: Collection[str]) -> bool:
 
 def _read_muse(raw: dict[str, Any], tensors: dict[str, Tensor]) -> Read:
     raw = MUSE_DEFAULTS | {name: value for name, value in raw.items() if value is not None}
-    for theirs, ours in MUSE_TENSORS.items():
-        tensors = {
-            ours + name.removeprefix(theirs) if name.startswith(theirs) else name: one for name, one in tensors.items()
-        }
+    tensors = renamed(tensors, MUSE_TENSORS)
     layers = len({name.split(".")[1] for name in tensors if name.startswith("layers.")})
     raw.setdefault("layer_types", ["sliding_attention"] * layers)
     rope = raw.setdefault("rope_parameters", {"rope_type": "default"})

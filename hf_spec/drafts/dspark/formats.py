@@ -31,7 +31,7 @@ from ..block_files import (
     read_flat,
     write_flat,
 )
-from ..files import Files, Format, is_speculators, needed, short_names
+from ..files import Files, Format, is_speculators, needed, renamed, short_names
 from .configuration import DSparkSpeculatorConfig
 
 HEADS = ("markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov")
@@ -62,7 +62,7 @@ def _read_deepspec(raw: dict[str, Any], tensors: dict[str, Tensor]) -> Read:
         )
     if (head := raw.get("use_confidence_head")) is not None:  # ModelOpt's, whose head reads the previous token, too
         raw |= {"enable_confidence_head": head, "confidence_head_with_markov": head}
-    tensors = {_nested(name): tensor for name, tensor in needed(tensors).items()}
+    tensors = renamed(needed(tensors), FLAT_HEADS)
     off = {"markov_rank": 0, "enable_confidence_head": False, "confidence_head_with_markov": False}
     return read_flat(
         DSparkSpeculatorConfig,
@@ -73,11 +73,6 @@ def _read_deepspec(raw: dict[str, Any], tensors: dict[str, Tensor]) -> Read:
         sample_from_anchor=True,
         **off | {name: raw[name] for name in HEADS if name in raw},
     )
-
-
-def _nested(name: str) -> str:
-    theirs = next((one for one in FLAT_HEADS if name.startswith(one)), "")
-    return FLAT_HEADS.get(theirs, "") + name.removeprefix(theirs)
 
 
 def _keys(config: dict[str, Any], names: Collection[str]) -> Known:

@@ -16,6 +16,7 @@ from ..files import (
     doubled_prefix,
     flat_layers,
     needed,
+    renamed,
     shared_with_target,
     short_names,
     speculators_format,
@@ -56,10 +57,7 @@ def _read_first(raw: dict[str, Any], tensors: dict[str, Tensor]) -> tuple[EagleS
             "layernorms is true: the draft norms its embeddings and its output, which EAGLE-1 does not, and hf_spec "
             "does not read it: serve it with the speculators library of its time, or use another draft"
         )
-    for theirs, ours in FIRST_NAMES.items():
-        tensors = {
-            ours + name.removeprefix(theirs) if name.startswith(theirs) else name: one for name, one in tensors.items()
-        }
+    tensors = renamed(tensors, FIRST_NAMES)
     raw["transformer_layer_config"]["num_hidden_layers"] = 1
     raw |= {"fc_bias": "fc.bias" in tensors, "shared_with_target": shared_with_target(tensors)}
     return config_of(EagleSpeculatorConfig, raw | {"dtype": raw.get("dtype", raw.get("torch_dtype"))}), tensors

@@ -16,7 +16,7 @@ from transformers import AutoConfig
 
 from ...config_keys import Known, keys_of_layers, known
 from ...configuration import TARGET_SIZES, default_speculators_config
-from ..files import Files, Format, applying, config_of, in_speculators, shared_with_target, speculators_format
+from ..files import Files, Format, applying, config_of, in_speculators, renamed, shared_with_target, speculators_format
 from .configuration import MTP_FLAGS, MTPSpeculatorConfig
 
 # Prefixes of tensor names: in the target's checkpoint -> in our files, which use those of speculators.
@@ -61,7 +61,7 @@ def _read_native(raw: dict[str, Any], given: dict[str, Tensor]) -> tuple[MTPSpec
     """Read the MTP layer in a target's checkpoint; ``raw`` is the config of the target."""
     family = "qwen" if "mtp.fc.weight" in given else "mimo"
     names = NATIVE_NAMES[family]
-    tensors = _stack_experts({_renamed(name, names): tensor for name, tensor in given.items()})
+    tensors = _stack_experts(renamed(given, names))
     speculators_config = default_speculators_config("mtp")
     text = raw.get("text_config") or raw
     sizes = {name: text[name] for name in TARGET_SIZES if name in text}
@@ -109,7 +109,7 @@ def write_native(draft: Any) -> Files:
     names = {ours: native for native, ours in NATIVE_NAMES[_family(config)].items()}
     if config.layers.model_type == "qwen3_next":
         tensors = _unstack_experts(tensors)
-    return Files({_renamed(name, names): tensor for name, tensor in tensors.items()}, "mtp.safetensors")
+    return Files(renamed(tensors, names), "mtp.safetensors")
 
 
 def _family(config: MTPSpeculatorConfig) -> str:
@@ -166,11 +166,6 @@ def _one_layer(raw: dict[str, Any], is_dense: bool) -> Any:
         if hasattr(layers, name):
             setattr(layers, name, value)
     return layers
-
-
-def _renamed(name: str, beginnings: dict[str, str]) -> str:
-    found = next((start for start in beginnings if name.startswith(start)), "")
-    return beginnings.get(found, "") + name.removeprefix(found)
 
 
 def _stack_experts(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
