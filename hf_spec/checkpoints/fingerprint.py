@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from ..invariance.mode import is_invariant
 from ..packing.weight import values_of
+from ..scoring.adapters import state_of_adapters
 from ..scoring.features import decoder_of
 from ..scoring.plain import input_device
 
@@ -134,10 +135,9 @@ def _adapters(model: nn.Module) -> list[dict[str, float | None]]:
     found = []
     for own in map(vars, model.modules() if hasattr(model, "peft_config") else ()):
         if "_active_adapter" in own:
-            active, scaling = own["_active_adapter"], own.get("scaling")
-            names = () if own.get("_disable_adapters") else (active,) if isinstance(active, str) else active
-            known = scaling if isinstance(scaling, dict) else {}
-            found.append({name: float(known[name]) if name in known else None for name in names})
+            names, is_disabled, _ = state_of_adapters(own)
+            known = scaling if isinstance(scaling := own.get("scaling"), dict) else {}
+            found.append({name: float(known[name]) if name in known else None for name in names if not is_disabled})
     return found
 
 

@@ -97,10 +97,14 @@ def active_adapters(model: nn.Module) -> Hashable:
 
 
 def _state(module: nn.Module) -> Hashable:
-    own = vars(module)
-    active, merged = own["_active_adapter"], own.get("merged_adapters", ())
-    names = active if isinstance(active, str) else tuple(active)
-    return tuple(map(weakref.ref, module.modules())), names, own.get("_disable_adapters"), tuple(merged)
+    return tuple(map(weakref.ref, module.modules())), *state_of_adapters(vars(module))
+
+
+def state_of_adapters(own: dict[str, Any]) -> tuple[tuple[str, ...], bool, tuple[str, ...]]:
+    """Return which adapters are active, whether they are disabled, and which are merged, by a layer's attributes."""
+    active = own["_active_adapter"]
+    names = (active,) if isinstance(active, str) else tuple(active)
+    return names, bool(own.get("_disable_adapters")), tuple(own.get("merged_adapters", ()))
 
 
 def adapter_of_inputs(model: Any) -> str | None:

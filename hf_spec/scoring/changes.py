@@ -14,7 +14,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from .adapters import NAMES, adapter_of_inputs, given_by_row
+from .adapters import NAMES, adapter_of_inputs, given_by_row, state_of_adapters
 from .hooks import is_ours
 from .modules import distinct, modules_of
 from .plain import precision
@@ -79,9 +79,7 @@ def _changes(own: dict[str, Any]) -> list[Hashable]:
     if "_compiled_call_impl" in own and own["_compiled_call_impl"] is not None:
         found.append("compiled")
     if "_active_adapter" in own:  # of PEFT
-        names = own["_active_adapter"]
-        found.append(names if isinstance(names, str) else tuple(names))
-        found += own.get("_disable_adapters"), tuple(own.get("merged_adapters", ()))
+        found += state_of_adapters(own)
     return found
 
 
