@@ -399,13 +399,19 @@ def machine() -> dict[str, Any]:
     return {
         "commit": git("rev-parse", "HEAD") + "+changes" * bool(git("status", "--porcelain", "-uno", "--", *CODE)),
         "processor": name[1].strip() if name else platform.processor(),
-        "capability": torch.backends.cpu.get_cpu_capability(),
+        "capability": capability(),
         "cores": os.cpu_count(),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "hf_spec": hf_spec.__version__,
     }
+
+
+def capability() -> str:
+    """Return the vector instructions that torch takes, and AMX, which only products take."""
+    amx = bool(torch.cpu.get_capabilities().get("amx_bf16"))
+    return torch.backends.cpu.get_cpu_capability() + ", AMX" * amx
 
 
 def earlier(file: Path | None, here: dict[str, Any]) -> dict[str, Any]:
