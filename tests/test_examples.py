@@ -510,6 +510,33 @@ def test_turns_that_differ_are_shown_as_a_range() -> None:
     assert [shown([1.48, 0.8]), shown([1.02, 1.04, 1.09]), shown([])] == ["0.80 to 1.48", "1.04", ""]
 
 
+def test_drafts_are_written_for_engines_and_measured_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without vLLM: our part runs, goes on with more drafts, and refuses to add figures of other settings."""
+    script, work = str(ROOT / "examples" / "engines" / "compare.py"), ["--work", str(tmp_path)]
+
+    def run(*given: str) -> str:
+        monkeypatch.setattr("sys.argv", [script, *work, *given])
+        runpy.run_path(script, run_name="__main__")
+        return capsys.readouterr().out
+
+    with pytest.raises(SystemExit):
+        run("--read")
+    assert "measure first, without --read" in capsys.readouterr().err
+    threads = torch.get_num_threads()
+    run("--new-tokens", "6", "--drafts", "ngram")
+    told = run("--new-tokens", "6", "--drafts", "peagle")
+    torch.set_num_threads(threads)
+    rows = [line.split("|") for line in told.splitlines() if " as plain |" in line]
+    assert [row[1].strip() for row in rows] == ["ngram", "peagle"]
+    assert [row[5].strip() for row in rows] == ["8 of 8 as plain"] * 2 and float(rows[1][2]) > 1
+    assert run("--read") == told
+    with pytest.raises(SystemExit):
+        run("--new-tokens", "7", "--drafts", "ngram")
+    assert "measured with other settings, {'length': 4, 'new_tokens': 6}" in capsys.readouterr().err
+
+
 def test_steps_are_counted_as_vllm_counts_them() -> None:
     """Steps that begin before the end of a text count whole; the first token belongs to no step."""
     names = runpy.run_path(str(ROOT / "examples" / "engines" / "compare.py"))

@@ -30,7 +30,7 @@ import torch
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from engine_speed import Worker, machine, preloaded, prompts_of  # the folder is no package
+from engine_speed import ROWS, Worker, machine, preloaded, prompts_of  # the folder is no package
 
 import hf_spec
 from hf_spec import SpeculationConfig, demo
@@ -272,11 +272,16 @@ def main() -> None:
     args = parser.parse_args()
     args.work.mkdir(parents=True, exist_ok=True)
     raw = args.work / "engines.json"
+    if args.read and not raw.exists():
+        parser.error(f"there is no {raw}: measure first, without --read")
     found = json.loads(raw.read_text(encoding="utf-8")) if raw.exists() else {"drafts": {}}
+    settings = {"length": args.length, "new_tokens": args.new_tokens}
+    if not args.read and found.setdefault("settings", settings) != settings:
+        parser.error(f"{raw} was measured with other settings, {found['settings']}: name another folder")
     if not args.read:
         torch.set_num_threads(args.cores)
         target = AutoModelForCausalLM.from_pretrained(demo.path(), dtype=torch.float32).eval()
-        args.texts, args.long = None, 64
+        args.texts, args.long, args.number = None, 64, ROWS
         prompts = prompts_of(args, str(demo.path()))["short"]
         for kind in args.drafts:
             print(f"{kind} ...", file=sys.stderr, flush=True)
