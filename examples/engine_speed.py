@@ -391,7 +391,10 @@ def machine() -> dict[str, Any]:
     folder = Path(__file__).parent
 
     def git(*words: str) -> str:
-        done = subprocess.run(["git", *words], cwd=folder, capture_output=True, text=True, check=False)
+        try:
+            done = subprocess.run(["git", *words], cwd=folder, capture_output=True, text=True, check=False)
+        except FileNotFoundError:  # git is not installed: the commit is not known
+            return ""
         return done.stdout.strip()
 
     names = Path("/proc/cpuinfo").read_text(encoding="utf-8") if Path("/proc/cpuinfo").exists() else ""

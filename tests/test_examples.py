@@ -593,3 +593,10 @@ def test_only_runs_of_the_same_machine_go_on(tmp_path: Path) -> None:
     assert names["earlier"](file, here) == content
     for name in ("commit", "processor", "torch", "argv"):
         assert names["earlier"](file, here | {name: "another"}) == {}
+
+
+def test_a_machine_without_git_is_described(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = runpy.run_path(str(ROOT / "examples" / "engine_speed.py"))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    found = names["machine"]()
+    assert found["commit"] == "" and found["torch"] == torch.__version__
