@@ -20,6 +20,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
+import hashlib
 import json
 import os
 import platform
@@ -445,6 +447,32 @@ def prompts_of(args: argparse.Namespace, source: str) -> dict[str, list[list[int
     return {"short": short, "long": long}
 
 
+def settings_of(args: argparse.Namespace, model: str, kind: str) -> dict[str, Any]:
+    """Return what figures depend on. Models have a name and a digest: where they lie is nobody's business."""
+    places = {"target": demo.path() if model in SHAPES else model} | args.draft
+    return {
+        "model": Path(model).name,
+        "draft": {kind: Path(path).name for kind, path in args.draft.items()},
+        "weights": {name: files_digest(place) for name, place in places.items()},
+        "texts": hashlib.sha256(repr(args.prompts_of[kind]).encode()).hexdigest()[:16],
+        "new_tokens": args.new_tokens,
+        "tokens": args.num_speculative_tokens,
+        "prompts_in_all": args.number,
+        "backend": args.backend,
+    }
+
+
+@functools.cache
+def files_digest(place: str | Path) -> str:
+    """Return a digest of the config and the weights in a directory, or of a Hub id."""
+    digest = hashlib.sha256(b"" if Path(place).is_dir() else str(place).encode())
+    for path in sorted(Path(place).glob("*")):
+        if path.name == "config.json" or path.suffix in (".safetensors", ".bin"):
+            with path.open("rb") as file:
+                digest.update(hashlib.file_digest(file, "sha256").digest())
+    return digest.hexdigest()[:16]
+
+
 def measure_all(args: argparse.Namespace) -> None:
     """Measure all cells that are not complete; models are loaded once for the cells that share them."""
     here = machine()
@@ -454,14 +482,14 @@ def measure_all(args: argparse.Namespace) -> None:
         logs = []
         for kind, batch in product(args.prompts, args.batch):
             cell = Cell(model, dtype, cores, kind, batch)
-            drafts = {
-                kind: Path(path).name for kind, path in args.draft.items()
-            }  # where they lie is nobody's business
-            settings = {"new_tokens": args.new_tokens, "draft": drafts, "tokens": args.num_speculative_tokens}
-            settings |= {"model": Path(model).name, "prompts_in_all": args.number}
-            made_from = here | vars(cell) | settings | {"title": cell.title}  # a cell has cores of its own
+            # A cell has cores of its own.
+            made_from = here | vars(cell) | settings_of(args, model, kind) | {"title": cell.title}
             log = Log(args.out / f"{cell.name}.json", made_from)
-            logs += [(log, args.prompts_of[kind], batch)] if len(log.turns) < args.turns else []
+            if len(log.turns) < args.turns:
+                logs.append((log, args.prompts_of[kind], batch))
+            else:
+                more = f"--turns {len(log.turns) + 1} adds one, of the methods that are then asked for"
+                print(f"    {cell.name}: {len(log.turns)} turns are there; {more}", file=sys.stderr, flush=True)
         if not logs:
             continue
         torch.set_num_threads(cores)

@@ -441,6 +441,24 @@ def test_engines_are_compared_in_turns_and_go_on(
     capsys.readouterr()
 
 
+def test_figures_of_another_model_or_text_of_the_same_name_are_not_taken_for_those_asked(
+    small_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own = shutil.copytree(small_target, tmp_path / "own")
+    given = ["--model", str(own), "--turns", "1", "--only", "^plain: plain$"]
+    engine_speed(tmp_path / "out", monkeypatch, *given)
+    capsys.readouterr()
+    engine_speed(tmp_path / "out", monkeypatch, *given, "--only", "n-grams")
+    assert "1 turns are there; --turns 2 adds one" in capsys.readouterr().err
+    texts = tmp_path / "texts.jsonl"
+    texts.write_text(json.dumps({"category": "a", "text": "Once upon a time"}) + "\n", encoding="utf-8")
+    with pytest.raises(ValueError, match="measured with other texts"):
+        engine_speed(tmp_path / "out", monkeypatch, *given, "--texts", str(texts))
+    noisy_copy(AutoModelForCausalLM.from_pretrained(own), seed=0, noise=0.1).save_pretrained(own)
+    with pytest.raises(ValueError, match="measured with other weights"):
+        engine_speed(tmp_path / "out", monkeypatch, *given)
+
+
 TWO = ("hf_spec, eagle3", "hf_spec, eagle3, tree")
 
 
