@@ -292,6 +292,7 @@ def engine_ways(args: argparse.Namespace, model: str, dtype: str, cores: int, ou
         for name, draft in drafts.items():
             settings = {"model": str(path), "dtype": dtype, "speculative_config": draft, "max_model_len": longest}
             settings |= {"enforce_eager": args.vllm_eager, "max_num_batched_tokens": args.vllm_batched_tokens}
+            settings |= {"max_num_seqs": max(8, *args.batch)}  # else it would answer a larger batch in parts
             found.append(Way(name, "vLLM", lazily(args.vllm, "vllm_worker.py", settings, cores, args.workers)))
     if args.llama_cpp:
         count = {"num_speculative_tokens": args.tokens_per_step, "threads": cores, "n_ctx": longest}

@@ -7,6 +7,7 @@ import json
 import re
 import runpy
 import shutil
+import sys
 import wave
 from pathlib import Path
 from typing import Any
@@ -457,6 +458,18 @@ def test_figures_of_another_model_or_text_of_the_same_name_are_not_taken_for_tho
     noisy_copy(AutoModelForCausalLM.from_pretrained(own), seed=0, noise=0.1).save_pretrained(own)
     with pytest.raises(ValueError, match="measured with other weights"):
         engine_speed(tmp_path / "out", monkeypatch, *given)
+
+
+def test_vllm_is_asked_for_whole_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An environment that has none: what it was started with comes back as its error."""
+    python = tmp_path / "python"
+    python.write_text(f'#!{sys.executable}\nimport json, sys\nprint(json.dumps({{"error": sys.argv[2]}}))\n')
+    python.chmod(0o755)
+    only = ["--only", "^vLLM: plain$", "--vllm", str(python), "--turns", "1"]
+    engine_speed(tmp_path / "out", monkeypatch, *only, "--batch", "12")
+    (file,) = (tmp_path / "out").glob("*.json")
+    error = json.loads(file.read_text(encoding="utf-8"))["errors"]["vLLM: plain"]
+    assert json.loads(error.removeprefix("RuntimeError: "))["max_num_seqs"] == 12
 
 
 TWO = ("hf_spec, eagle3", "hf_spec, eagle3, tree")
