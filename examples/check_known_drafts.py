@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterable
 
 from huggingface_hub import HfApi
-from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError
+from huggingface_hub.errors import HTTPError, RepositoryNotFoundError  # HTTPError: of its client, httpx or httpx2
 
 from hf_spec import KnownDraft, known_drafts
 from hf_spec.checkpoints.known import LOOKED_AT
@@ -51,7 +51,7 @@ def main() -> int:
     entries = known_drafts()
     try:
         found = differences(entries, licence_on_the_hub)
-    except (OSError, HfHubHTTPError) as error:
+    except (OSError, HTTPError) as error:
         print(f"the Hub cannot be reached: {error}", file=sys.stderr)
         return 2
     print("\n".join(found) or f"all {len(entries)} entries are as of {LOOKED_AT}")

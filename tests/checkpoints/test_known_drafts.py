@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from architectures import build
+from huggingface_hub import constants
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 import hf_spec
@@ -171,6 +172,16 @@ def test_the_check_against_the_hub_tells_what_differs() -> None:
     assert found == ["us/other: its licence is apache-2.0, the table says mit", "us/gone: not there"]
     del hub["us/target"]
     assert tool["differences"](entries[:1], licence) == ["us/target: not there"]
+
+
+def test_a_hub_out_of_reach_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Offline by choice, and where nothing answers."""
+    tool = runpy.run_path(str(ROOT / "examples" / "check_known_drafts.py"))
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    for is_offline in (True, False):
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", is_offline)
+        assert tool["main"]() == 2
+        assert capsys.readouterr().err.startswith("the Hub cannot be reached: ")
 
 
 @pytest.mark.usefixtures("cache")
