@@ -1,5 +1,6 @@
 """Stress a server with requests that come, go and fail, and check its memory and every text.
 
+    pip install "hf-spec[train,serve]"
     python examples/soak_server.py --minutes 30
     python examples/soak_server.py --minutes 30 --one-by-one --speculator ngram
 
@@ -191,13 +192,15 @@ def start(target: str, speculator: str, one_by_one: bool) -> tuple[subprocess.Po
             "--cb-max-batch-tokens",
             "256",
         ]
-    return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL), f"http://localhost:{port}"
+    return subprocess.Popen(command, stdout=subprocess.DEVNULL), f"http://localhost:{port}"  # its errors are shown
 
 
 async def soak(args: argparse.Namespace, process: subprocess.Popen[bytes], url: str) -> bool:
-    """Run the clients, and tell whether all is well."""
+    """Run the clients, and tell whether all is well. Errors: a SystemExit if the server does not start."""
     clients = Soak(url, args.target, args.seed)
-    while process.poll() is None:
+    while True:
+        if process.poll() is not None:
+            raise SystemExit(f"the server ended with status {process.returncode}, before it answered")
         with contextlib.suppress(APIConnectionError):
             await clients.metrics()
             break

@@ -605,3 +605,14 @@ def test_the_soak_finds_nothing(options, monkeypatch, capsys):
     for name, value in shorter.items():
         monkeypatch.setitem(main.__globals__, name, value)
     assert main() == 0, capsys.readouterr().out
+
+
+def test_a_soak_of_a_server_that_does_not_start_says_why(monkeypatch, capfd):
+    names = runpy.run_path(str(Path(__file__).parents[2] / "examples" / "soak_server.py"))
+    main = names["main"]
+    monkeypatch.setattr("sys.argv", ["soak_server.py", "--minutes", "0.1", "--speculator", "no-such-draft"])
+    for name, value in {"PROMPTS": names["PROMPTS"][:1], "LENGTHS": (1,), "STOPS": ()}.items():
+        monkeypatch.setitem(main.__globals__, name, value)
+    with pytest.raises(SystemExit, match=r"the server ended with status [1-9], before it answered"):
+        main()
+    assert "no-such-draft" in capfd.readouterr().err
