@@ -8,14 +8,16 @@ the seeds with their standard errors: τ, the tokens per forward of the target, 
 temperature 1. The last columns are of a proposal for one sequence: its operators, how many of them are products of
 matrices or attention, and its time, which needs a quiet machine.
 
-`--raw FILE` keeps the figures of each draft, and the same command goes on where it was stopped. `--read` writes the
-table of such a file. `--only-speed` measures only the last columns, in a minute.
+`--raw FILE` keeps the figures of each draft, and the same command goes on where it was stopped. All figures of a file
+have the same settings, commit and machine. `--read` writes the table of such a file. `--only-speed` measures only the
+last columns, in a minute.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
+import hashlib
 import json
 import random
 import statistics
@@ -26,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from engine_speed import machine
+from engine_speed import files_digest, machine, made_otherwise
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -118,10 +120,9 @@ def measured(target: Any, draft: Any, ids: torch.Tensor, options: argparse.Names
     return hf_spec.SpeculationStats.merge(calls)
 
 
-def compare(name: str, target: Any, tokenizer: Any, options: argparse.Namespace) -> dict[str, list[float]]:
+def compare(place: Path, target: Any, tokenizer: Any, options: argparse.Namespace) -> dict[str, list[float]]:
     """Return the figures of one draft, one for each seed."""
-    path = demo.path(name) if name in demo.MODELS else name
-    draft = hf_spec.as_speculator(str(path), target)
+    draft = hf_spec.as_speculator(str(place), target)
     stories = [json.loads(line)["text"] for line in options.stories.read_text(encoding="utf-8").splitlines()]
     figures: dict[str, list[float]] = {}
     counts: list[hf_spec.SpeculationStats] = []
@@ -151,6 +152,45 @@ def cell(values: list[float]) -> str:
     return f"{statistics.mean(values):.2f} ± {statistics.stdev(values) / len(values) ** 0.5:.2f}"
 
 
+def kept(raw: Path | None) -> dict[str, Any]:
+    """Return the content of the raw file, if it is there."""
+    if raw is None or not raw.exists():
+        return {"drafts": {}}
+    found: dict[str, Any] = json.loads(raw.read_text(encoding="utf-8"))
+    return found
+
+
+def measure(options: argparse.Namespace, found: dict[str, Any]) -> None:
+    """Add the drafts that are missing to ``found`` and to the raw file. Errors: a SystemExit if they do not fit in."""
+    here = machine()
+    names = [Path(name).name for name in options.drafts]
+    if len(set(names)) < len(names):  # folders of the same name
+        names = options.drafts
+    pairs = zip(names, options.drafts, strict=True)
+    places = {name: demo.path(one) if one in demo.MODELS else Path(one) for name, one in pairs}
+    weights = {name: files_digest(place) for name, place in places.items()}
+    settings = {name: value for name, value in vars(options).items() if name not in ("raw", "read", "drafts")}
+    settings["stories"] = hashlib.sha256(options.stories.read_bytes()).hexdigest()[:16]
+    if found["drafts"]:
+        other = made_otherwise(found["made_from"], here)
+        other += [f"other {name}" for name in settings if found.get("settings", {}).get(name) != settings[name]]
+        before = found.get("weights", {})
+        other += [f"another {name}" for name in found["drafts"] if weights.get(name) not in (None, before.get(name))]
+        if other:
+            raise SystemExit(f"{options.raw} was made with {', '.join(other)}; name another file")
+    found |= {"settings": settings, "weights": found.get("weights", {}) | weights}
+    found["made_from"] = here | {"date": f"{datetime.now(UTC):%d %B %Y}"}
+    torch.set_num_threads(1)
+    tokenizer = AutoTokenizer.from_pretrained(demo.path())
+    target = AutoModelForCausalLM.from_pretrained(demo.path(), dtype=torch.float32)
+    for name, place in places.items():
+        if name in found["drafts"]:
+            continue
+        found["drafts"][name] = compare(place, target, tokenizer, options)
+        if options.raw:
+            write_files({options.raw.name: json.dumps(found, indent=1) + "\n"}, options.raw.absolute().parent)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--stories", type=Path, help="a text in each line")
@@ -171,22 +211,14 @@ def main() -> None:
     parser.add_argument("--tree-topk", type=int, default=4, help="children of a node")
     options = parser.parse_args()
 
-    if not (options.stories or options.read):
+    found = kept(options.raw)
+    if options.read:
+        if not found["drafts"]:
+            parser.error("--read writes the table of a raw file that is there: name it by --raw FILE")
+    elif options.stories is None:
         parser.error("give the texts whose beginnings are the prompts: --stories WORK/validation.jsonl")
-    found: dict[str, Any] = {"drafts": {}}
-    if options.raw and options.raw.exists():
-        found = json.loads(options.raw.read_text(encoding="utf-8"))
-    if not options.read:
-        torch.set_num_threads(1)
-        tokenizer = AutoTokenizer.from_pretrained(demo.path())
-        target = AutoModelForCausalLM.from_pretrained(demo.path(), dtype=torch.float32)
-        for name in options.drafts:
-            if Path(name).name in found["drafts"]:
-                continue
-            found["drafts"][Path(name).name] = compare(name, target, tokenizer, options)
-            found["made_from"] = machine() | {"date": f"{datetime.now(UTC):%d %B %Y}"}
-            if options.raw:
-                write_files({options.raw.name: json.dumps(found, indent=1) + "\n"}, options.raw.absolute().parent)
+    else:
+        measure(options, found)
     print(table(found["drafts"]))
 
 

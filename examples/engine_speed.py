@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import functools
 import hashlib
 import json
 import os
@@ -429,6 +428,11 @@ def earlier(file: Path | None, here: dict[str, Any]) -> dict[str, Any]:
     return found if [before.get(name) for name in SAME] == [here[name] for name in SAME] else {}
 
 
+def made_otherwise(before: dict[str, Any], here: dict[str, Any]) -> list[str]:
+    """List what a raw file was made with ``before``, of those things that figures of one file share."""
+    return [f"{name} {before.get(name)}" for name in SAME if name in here and before.get(name) != here[name]]
+
+
 def prompts_of(args: argparse.Namespace, source: str) -> dict[str, list[list[int]]]:
     """Return the token ids of short and of long prompts, of unequal length."""
     tokenizer = AutoTokenizer.from_pretrained(source)
@@ -450,11 +454,10 @@ def prompts_of(args: argparse.Namespace, source: str) -> dict[str, list[list[int
 
 def settings_of(args: argparse.Namespace, model: str, kind: str) -> dict[str, Any]:
     """Return what figures depend on. Models have a name and a digest: where they lie is nobody's business."""
-    places = {"target": demo.path() if model in SHAPES else model} | args.draft
     return {
         "model": Path(model).name,
-        "draft": {kind: Path(path).name for kind, path in args.draft.items()},
-        "weights": {name: files_digest(place) for name, place in places.items()},
+        "draft": {name: Path(path).name for name, path in args.draft.items()},
+        "weights": args.digests,
         "texts": hashlib.sha256(repr(args.prompts_of[kind]).encode()).hexdigest()[:16],
         "new_tokens": args.new_tokens,
         "tokens": args.num_speculative_tokens,
@@ -463,7 +466,6 @@ def settings_of(args: argparse.Namespace, model: str, kind: str) -> dict[str, An
     }
 
 
-@functools.cache
 def files_digest(place: str | Path) -> str:
     """Return a digest of the config and the weights in a directory, or of a Hub id."""
     digest = hashlib.sha256(b"" if Path(place).is_dir() else str(place).encode())
@@ -479,7 +481,9 @@ def measure_all(args: argparse.Namespace) -> None:
     here = machine()
     for model, dtype, cores in product(args.model, args.dtype, args.cores):
         args.workers = []
-        args.prompts_of = prompts_of(args, str(demo.path()) if model in SHAPES else model)
+        source = str(demo.path()) if model in SHAPES else model
+        args.prompts_of = prompts_of(args, source)
+        args.digests = {name: files_digest(place) for name, place in ({"target": source} | args.draft).items()}
         logs = []
         for kind, batch in product(args.prompts, args.batch):
             cell = Cell(model, dtype, cores, kind, batch)

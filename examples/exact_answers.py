@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import hashlib
 import json
 import sys
 from collections.abc import Iterator, Sequence
@@ -27,7 +28,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 sys.path.insert(0, str(Path(__file__).parent))
-from engine_speed import SAME, machine  # the folder is no package
+from engine_speed import files_digest, machine, made_otherwise  # the folder is no package
 
 import hf_spec
 from hf_spec import EarlyExitSpeculator, HybridSpeculator, NgramSpeculator, SpeculationConfig
@@ -115,15 +116,16 @@ def round_of(
 def measure(args: argparse.Namespace) -> None:
     """Add the rounds that are missing to the file."""
     settings = {"target": Path(args.target).name, "dtype": args.dtype, "new_tokens": args.new_tokens}
-    settings |= {"packed": args.packed, "threads": torch.get_num_threads()}
+    settings |= {"packed": args.packed, "threads": torch.get_num_threads(), "weights": files_digest(args.target)}
+    settings |= {"prompts": hashlib.sha256(args.prompts.read_bytes()).hexdigest()[:16]}
     here = machine()
     content: dict[str, Any] = {"made_from": here, "settings": settings, "rounds": {mode: [] for mode in MODES}}
     if args.json.exists():
         content = json.loads(args.json.read_text(encoding="utf-8"))
         if content["settings"] != settings:
-            raise SystemExit(f"{args.json} has other settings: {content['settings']}; name another file")
-        before = content["made_from"]
-        if other := [f"{name} {before.get(name)}" for name in SAME if name in here and before.get(name) != here[name]]:
+            other = ", ".join(name for name in settings if content["settings"].get(name) != settings[name])
+            raise SystemExit(f"{args.json} has other settings ({other}): {content['settings']}; name another file")
+        if other := made_otherwise(content["made_from"], here):
             raise SystemExit(f"{args.json} was made with {', '.join(other)}; name another file")
     target: Any = AutoModelForCausalLM.from_pretrained(args.target, dtype=getattr(torch, args.dtype)).eval()
     tokenizer = AutoTokenizer.from_pretrained(args.target)

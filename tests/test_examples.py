@@ -245,7 +245,7 @@ def test_drafts_of_the_demo_family_are_compared(
         runpy.run_path(str(ROOT / "examples" / "compare_demo_drafts.py"), run_name="__main__")
     printed = capsys.readouterr().out.splitlines()
     assert printed[:4] == printed[4:]  # the raw file says the same
-    assert set(json.loads((tmp_path / "raw.json").read_text())) == {"drafts", "made_from"}
+    assert set(json.loads((tmp_path / "raw.json").read_text())) == {"drafts", "made_from", "settings", "weights"}
     header, _, *rows = printed[:4]
     chains, trees = ([f"{shape}, {how}" for how in ("greedy", "temperature 1")] for shape in ("chains", "trees of 12"))
     counts = ["operators per proposal", "products"]
@@ -254,6 +254,34 @@ def test_drafts_of_the_demo_family_are_compared(
     for row in rows:
         figures = [float(cell.split("±")[0]) for cell in row.split("|")[2:-1]]
         assert min(figures[:4]) > 1 and figures[4] > figures[5] > 0 and figures[6] > 0
+
+
+def test_drafts_in_folders_of_one_name_are_compared_and_other_settings_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, source in (("one", "draft-medusa"), ("two", "draft-mtp")):
+        shutil.copytree(demo.path(source), tmp_path / name / "draft")
+    (tmp_path / "stories.jsonl").write_text(json.dumps({"text": "Once upon a time, there was a cat. " * 9}) + "\n")
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    monkeypatch.chdir(tmp_path)
+
+    def run(*given: str) -> str:
+        short = ["--only-speed", "--seeds", "1", "--count", "1", "--prompt-length", "12", "--draft-length", "2"]
+        monkeypatch.setattr("sys.argv", ["compare", "--raw", "raw.json", *short, *given])
+        runpy.run_path(str(ROOT / "examples" / "compare_demo_drafts.py"), run_name="__main__")
+        return capsys.readouterr().out
+
+    with pytest.raises(SystemExit):
+        run("--read")
+    assert "--read writes the table of a raw file that is there" in capsys.readouterr().err
+    stories = ["--stories", "stories.jsonl", "--new-tokens", "4"]
+    printed = run(*stories, "--drafts", "one/draft", "two/draft")
+    assert re.findall("^[|] `(.*?)`", printed, re.M) == ["one/draft", "two/draft"]
+    with pytest.raises(SystemExit, match=r"^raw.json was made with other new_tokens; name another file$"):
+        run(*stories, "--new-tokens", "5", "--drafts", "one/draft")
+    shutil.copytree(tmp_path / "one" / "draft", tmp_path / "two" / "draft", dirs_exist_ok=True)
+    with pytest.raises(SystemExit, match=r"^raw.json was made with another two/draft; name another file$"):
+        run(*stories, "--drafts", "one/draft", "two/draft")
 
 
 @pytest.mark.slow
@@ -357,8 +385,13 @@ def test_answers_that_depend_on_the_draft_or_the_batch_are_counted(
     assert "| draft model, trees | " in capsys.readouterr().out
     run("--answers", "9", "--outside", "2")  # the file has four prompts
     assert "4 answers in the mode and 3 outside" in capsys.readouterr().out
-    with pytest.raises(SystemExit, match="has other settings"):
+    with pytest.raises(SystemExit, match=r"has other settings \(dtype\)"):
         run("--dtype", "float32")
+    asked = prompts.read_text()
+    prompts.write_text(asked.replace("upon", "more"))
+    with pytest.raises(SystemExit, match=r"has other settings \(prompts\)"):
+        run("--answers", "4")
+    prompts.write_text(asked)
     content = json.loads(file.read_text(encoding="utf-8"))
     file.write_text(json.dumps(content | {"made_from": content["made_from"] | {"torch": "1.0"}}))
     with pytest.raises(SystemExit, match=r"was made with torch 1\.0; name another file"):
