@@ -50,6 +50,7 @@ PROMPTS = (
     "Mom said that",
     "A small bird sat",
 )
+DRAFTS = ("ngram", "vanilla", "eagle3", "medusa", "mtp", "dspark", "random")
 PROCESSORS = {"min_new_tokens": 96, "repetition_penalty": 1.1, "no_repeat_ngram_size": 6}
 
 
@@ -143,7 +144,7 @@ def main() -> None:
     parser.add_argument(
         "--assisted", type=int, nargs="+", default=[], help="also measure assisted generation with these draft lengths"
     )
-    parser.add_argument("--drafts", nargs="+", help="only these")
+    parser.add_argument("--drafts", nargs="+", choices=DRAFTS, help="only these")
     parser.add_argument("--json", type=Path, help="write commit, machine, versions and the seconds of every call")
     parser.add_argument("--read", type=Path, help="measure nothing: write the table of a file of --json")
     args = parser.parse_args()
@@ -160,7 +161,9 @@ def main() -> None:
     if peers and args.batch != [1]:
         parser.error("assisted generation takes one prompt at a time: --batch 1")
     if args.packed:
-        print(hf_spec.pack(target, *(one for one in named.values() if one != "ngram"), force=True), file=sys.stderr)
+        models = [one for one in named.values() if one != "ngram"]
+        models += [way["assistant_model"] for way in peers.values()]
+        print(hf_spec.pack(target, *models, force=True), file=sys.stderr)
     print(header(["plain", *named, *peers]))
     made_from = machine() | {"argv": sys.argv[1:]}
     kept: dict[str, Any] = {"made_from": made_from, "seconds": {}, "parts": {}} | earlier(args.json, made_from)

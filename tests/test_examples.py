@@ -434,6 +434,23 @@ def test_default_settings_are_measured_beside_plain_generate(
     assert capsys.readouterr().out == printed
 
 
+def test_assisted_generation_has_packed_weights_where_other_drafts_have(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = str(ROOT / "examples" / "default_speed.py")
+    few = ["--rounds", "1", "--new-tokens", "4", "--batch", "1", "--packed", "--assisted", "3", "--drafts", "vanilla"]
+    monkeypatch.setattr("sys.argv", [script, *few])
+    runpy.run_path(script, run_name="__main__")
+    (packed,) = re.findall("([0-9]+) of [0-9]+ large weights are packed", capsys.readouterr().err)
+    names = ("target", "draft-vanilla", "draft-vanilla")
+    models = [AutoModelForCausalLM.from_pretrained(demo.path(name), dtype=torch.float32) for name in names]
+    assert int(packed) == len(hf_spec.pack(*models, force=True).packed)
+    monkeypatch.setattr("sys.argv", [script, "--drafts", "eagle"])
+    with pytest.raises(SystemExit):
+        runpy.run_path(script, run_name="__main__")
+    assert "invalid choice: 'eagle'" in capsys.readouterr().err
+
+
 def engine_speed(folder: Path, monkeypatch: pytest.MonkeyPatch, *more: str) -> None:
     """Measure two sequences of the demo target with a few methods, unless ``more`` names others."""
     threads = torch.get_num_threads()
