@@ -94,26 +94,24 @@ def main() -> None:
     if options.texts:
         with open(options.texts, encoding="utf-8") as file:
             texts = json.load(file)
-        for name, pairs in texts.items():
-            found = {way: replay(pairs, *one) for way, one in ways(None, options.min_token_prob).items()}
+        for name in named(texts, options):
+            found = {way: replay(texts[name], *one) for way, one in ways(None, options.min_token_prob).items()}
             print_table(name, found)
         return
     tokenizer = AutoTokenizer.from_pretrained(options.target)
     target = AutoModelForCausalLM.from_pretrained(options.target, dtype=options.dtype).eval()
-    draft = noisy(target, options.noise) if options.noise else as_speculator(options.draft, target)
-    sets = {name: [Prompt((text,), name) for text in texts] for name, texts in FIXED.items()}
-    for prompt in read_prompts(options.prompts) if options.prompts else ():
-        sets.setdefault(prompt.category, []).append(prompt)
+    sets = prompts_of(tokenizer, options)
     if options.write_texts:
-        write_texts(target, tokenizer, sets, options)
+        write_texts(target, sets, options)
         return
-    for name in options.sets or sets:
-        prompts, report[name] = sets[name][: options.limit], {}
+    draft = noisy(target, options.noise) if options.noise else as_speculator(options.draft, target)
+    for name, prompts in sets.items():
+        report[name] = {}
         for way, (speculator, config) in ways(draft, options.min_token_prob).items():
             if options.ways and way not in options.ways:
                 continue
             set_seed(0)
-            stats = [decode(target, tokenizer, one, speculator, config, options) for one in prompts]
+            stats = [decode(target, ids, speculator, config, options) for ids in prompts]
             found = SpeculationStats.merge(stats).to_dict()
             report[name][way] = {key: value for key, value in found.items() if key != "per_row"}
         print_table(name, report[name])
@@ -164,7 +162,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--min-token-prob", type=float, nargs="+", default=[0.1], help="several: compare thresholds")
-    parser.add_argument("--write-texts", help="only write plain greedy texts to this file")
+    parser.add_argument("--write-texts", type=Path, help="only write plain greedy texts to this file")
     parser.add_argument(
         "--only-costs", action="store_true", help="memory and processor time of a full history, no model"
     )
@@ -208,17 +206,31 @@ def ways(draft: Any, chances: Sequence[float]) -> dict[str, tuple[Any, Speculati
     }
 
 
+def named(sets: dict[str, Any], options: argparse.Namespace) -> list[str]:
+    """Return the names of the sets that are asked for. Errors: a SystemExit for one that is not there."""
+    if unknown := [name for name in options.sets or () if name not in sets]:
+        raise SystemExit(f"--sets: there is no set {unknown[0]}, but {', '.join(sets)}")
+    return options.sets or list(sets)
+
+
+def prompts_of(tokenizer: Any, options: argparse.Namespace) -> dict[str, list[list[int]]]:
+    """Return the token ids of the prompts by set. Prompts that are too long are left out, and sets without others."""
+    sets = {name: [Prompt((text,), name) for text in texts] for name, texts in FIXED.items()}
+    for prompt in read_prompts(options.prompts) if options.prompts else ():
+        sets.setdefault(prompt.category, []).append(prompt)
+    found = {}
+    for name in named(sets, options):
+        rows = [prompt.render([], tokenizer) for prompt in sets[name][: options.limit]]
+        if kept := [ids for ids in rows if len(ids) <= options.max_length]:
+            found[name] = kept
+        if len(kept) < len(rows):
+            print(f"{name}: {len(rows) - len(kept)} prompts exceed --max-length", file=sys.stderr, flush=True)
+    return found
+
+
 def decode(
-    target: Any,
-    tokenizer: Any,
-    prompt: Prompt,
-    speculator: Any,
-    config: SpeculationConfig,
-    options: argparse.Namespace,
+    target: Any, ids: list[int], speculator: Any, config: SpeculationConfig, options: argparse.Namespace
 ) -> SpeculationStats:
-    ids = prompt.render([], tokenizer)
-    if len(ids) > options.max_length:
-        return SpeculationStats(1)
     sampling = {"do_sample": True, "temperature": options.temperature} if options.temperature else {"do_sample": False}
     out = target.generate(
         torch.tensor([ids]),
@@ -232,16 +244,15 @@ def decode(
     return stats
 
 
-def write_texts(target: Any, tokenizer: Any, sets: dict[str, list[Prompt]], options: argparse.Namespace) -> None:
+def write_texts(target: Any, sets: dict[str, list[list[int]]], options: argparse.Namespace) -> None:
     """Write the tokens of prompts and greedy answers, by set."""
-    texts: dict[str, list[Any]] = {name: [] for name in sets}
+    texts: dict[str, list[Any]] = {}
     for name, prompts in sets.items():
-        for prompt in prompts[: options.limit]:
-            ids = prompt.render([], tokenizer)
+        texts[name] = []
+        for ids in prompts:
             out = target.generate(torch.tensor([ids]), max_new_tokens=options.max_new_tokens, do_sample=False)
             texts[name].append([ids, out[0, len(ids) :].tolist()])
-    with open(options.write_texts, "w", encoding="utf-8") as file:
-        json.dump(texts, file)
+    write_files({options.write_texts.name: json.dumps(texts)}, options.write_texts.absolute().parent)
 
 
 def replay(pairs: Any, speculator: NgramSpeculator, config: SpeculationConfig) -> dict[str, Any]:

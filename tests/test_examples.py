@@ -75,13 +75,32 @@ def test_a_history_is_measured(
     monkeypatch.setattr("sys.argv", [script, "--only-costs"])
     runpy.run_path(script, run_name="__main__")
     assert re.search(r"^\| bytes per token \| \d+ \|$", capsys.readouterr().out, re.M)
-    monkeypatch.setattr("sys.argv", [script, *few, "--write-texts", str(file)])
+    monkeypatch.setattr("sys.argv", [script, *few, "--write-texts", str(file), "--sets", "stories", "chat"])
     runpy.run_path(script, run_name="__main__")
-    monkeypatch.setattr("sys.argv", [script, "--texts", str(file)])
+    assert list(json.loads(file.read_text(encoding="utf-8"))) == ["stories", "chat"]
+    monkeypatch.setattr("sys.argv", [script, "--texts", str(file), "--sets", "stories"])
     runpy.run_path(script, run_name="__main__")
-    told = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("stories"))
+    (told,) = capsys.readouterr().out.splitlines()
     replayed = dict(re.findall(r"(n-gram|history) ([0-9.]+) \(", told))
     assert [float(replayed[way]) for way in ("n-gram", "history")] == [round(length, 2) for length in lengths[:2]]
+
+
+def test_sets_of_a_history_have_the_prompts_that_are_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also where texts are written, and where a set has none that is short enough."""
+    file, script = tmp_path / "texts.json", str(ROOT / "examples" / "history.py")
+    few = ["--limit", "2", "--max-new-tokens", "4", "--max-length", "80"]
+    monkeypatch.setattr("sys.argv", [script, *few, "--sets", "edits", "chat", "--write-texts", str(file)])
+    runpy.run_path(script, run_name="__main__")
+    assert [*json.loads(file.read_text(encoding="utf-8"))] == ["chat"]
+    assert "edits: 2 prompts exceed --max-length" in capsys.readouterr().err
+    monkeypatch.setattr("sys.argv", [script, *few, "--sets", "edits", "chat", "--ways", "n-gram"])
+    runpy.run_path(script, run_name="__main__")
+    assert capsys.readouterr().out.startswith("chat: tokens (draft tokens) per step: n-gram ")
+    monkeypatch.setattr("sys.argv", [script, "--sets", "chats"])
+    with pytest.raises(SystemExit, match="there is no set chats, but edits, rewrites, chat, stories"):
+        runpy.run_path(script, run_name="__main__")
 
 
 def test_drafts_with_another_tokenizer_are_compared(
