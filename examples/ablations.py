@@ -5,12 +5,14 @@
 
 Both files are those of prepare_demo_corpus.py, or others with a `text` in each line. Every arm trains a draft from
 scratch on the same text in the same order, with the changes in ARMS. It then drafts for the same held-out stories.
-Finished arms are not trained again. An arm takes about five minutes on one core of a recent server processor.
+Finished arms are not trained again, and all arms in a folder have the same data, epochs and seed. An arm takes about
+five minutes on one core of a recent server processor.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import sys
 from itertools import pairwise
@@ -24,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from engine_speed import machine  # the folder is no package
 
 from hf_spec import demo
+from hf_spec.bench import import_pyplot
 from hf_spec.drafts.eagle3.configuration import Eagle3SpeculatorConfig
 from hf_spec.training import DraftTrainer, DraftTrainingArguments, new_draft, prepare_dataset
 from hf_spec.whole_files import write_files
@@ -89,8 +92,26 @@ def run(name: str, options: argparse.Namespace) -> None:
     trainer.train()
     trainer.save_model()
     judge = DraftTrainer(draft, target, DraftTrainingArguments(unroll_steps=LENGTH, **common), eval_dataset=held_out)
-    result = {"name": name, "steps": trainer.state.global_step, **judge.evaluate()}
-    (directory / "result.json").write_text(json.dumps(result, indent=1))
+    result = {"name": name, "settings": settings_of(options), "steps": trainer.state.global_step, **judge.evaluate()}
+    write_files({"result.json": json.dumps(result, indent=1)}, directory)
+
+
+def settings_of(options: argparse.Namespace) -> dict[str, Any]:
+    """Return what all arms of a folder share."""
+    files = {"data": options.data, "held_out": options.held_out}
+    digests = {name: hashlib.sha256(path.read_bytes()).hexdigest()[:16] for name, path in files.items()}
+    return {"epochs": options.epochs, "seed": options.seed} | digests
+
+
+def finished(name: str, options: argparse.Namespace) -> bool:
+    """Tell whether an arm was measured. Errors: a SystemExit if that was with other settings."""
+    file = options.output / name.replace(" ", "-") / "result.json"
+    if not file.exists():
+        return False
+    before, now = json.loads(file.read_text(encoding="utf-8")).get("settings", {}), settings_of(options)
+    if other := [one for one in now if before.get(one) != now[one]]:
+        raise SystemExit(f"{file} was measured with other {', '.join(other)}; name another folder")
+    return True
 
 
 def curve(result: dict[str, Any]) -> list[float]:
@@ -124,8 +145,7 @@ def report(output: Path, raw: Path | None) -> dict[str, dict[str, Any]]:
 
 def plot(results: dict[str, dict[str, Any]], output: Path) -> None:
     """Draw acceptance over the steps of a chain, what each change does to tau, and tau over the amount of data."""
-    from matplotlib import pyplot
-
+    pyplot = import_pyplot()
     length = {name: result["eval_acceptance_length"] for name, result in results.items()}
     pyplot.rcParams["font.size"] = 8
     figure, (steps, changes, growth) = pyplot.subplots(1, 3, figsize=(9, 2.5), layout="constrained")
@@ -162,9 +182,14 @@ def main() -> None:
     parser.add_argument("--plot", action="store_true", help="only draw what is there")
     parser.add_argument("--json", type=Path, help="write commit, machine, versions and the figures of all arms")
     options = parser.parse_args()
-    for name in [] if options.plot else options.arms:
-        if not (options.output / name.replace(" ", "-") / "result.json").exists():
+    import_pyplot()  # what is missing is said before anything is trained
+    if not options.plot:
+        if None in (options.data, options.held_out):
+            parser.error("training needs --data and --held-out; --plot draws what --output has")
+        for name in [one for one in options.arms if not finished(one, options)]:
             run(name, options)
+    if not any(options.output.glob("*/result.json")):
+        parser.error(f"no arm has been measured in {options.output}")
     plot(report(options.output, options.json), options.output)
 
 

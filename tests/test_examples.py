@@ -9,6 +9,7 @@ import runpy
 import shutil
 import sys
 import wave
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -150,6 +151,38 @@ def test_recordings_are_transcribed(tmp_path: Path, capsys: pytest.CaptureFixtur
     with pytest.raises(SystemExit, match="2"):
         transcribe["main"]([str(tmp_path / "missing.wav"), *common])
     assert "no such file: " in capsys.readouterr().err
+
+
+def test_arms_of_an_ablation_have_the_same_settings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What was measured is drawn, and taken only where data, epochs and seed are those of the call."""
+    script, files = str(ROOT / "examples" / "ablations.py"), []
+    for name in ("data", "held-out"):
+        (tmp_path / name).write_text(json.dumps({"text": name}) + "\n", encoding="utf-8")
+        files += [f"--{name}", str(tmp_path / name)]
+
+    def run(*given: str) -> str:
+        monkeypatch.setattr("sys.argv", [script, "--output", str(tmp_path / "arms"), *given])
+        runpy.run_path(script, run_name="__main__")
+        return capsys.readouterr().out
+
+    for given, error in (["--plot"], "no arm has been measured in"), ([], "training needs --data and --held-out"):
+        with pytest.raises(SystemExit):
+            run(*given)
+        assert error in capsys.readouterr().err
+    names = runpy.run_path(script)
+    options = Namespace(epochs=1.0, seed=0, data=tmp_path / "data", held_out=tmp_path / "held-out")
+    result = {"name": "one step", "settings": names["settings_of"](options), "steps": 9}
+    result |= {"eval_acceptance_length": 1.6, "eval_sampled_acceptance_length": 1.5}
+    result |= {f"eval_acceptance_{k}": 0.4**k for k in range(1, 8)}
+    (tmp_path / "arms" / "one-step").mkdir(parents=True)
+    (tmp_path / "arms" / "one-step" / "result.json").write_text(json.dumps(result), encoding="utf-8")
+    for given in (["--plot"], ["--arms", "one step", *files]):
+        assert "| one step | 9 | 1.60 | 1.50 |" in run(*given)
+    assert (tmp_path / "arms" / "ablations.png").read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(SystemExit, match="was measured with other seed; name another folder"):
+        run("--arms", "one step", *files, "--seed", "1")
 
 
 def test_the_notebook_runs() -> None:
