@@ -173,12 +173,14 @@ def main() -> None:
     parser.add_argument("--mode", help="of torch.compile: default on a CPU, reduce-overhead elsewhere")
     parser.add_argument("--json", type=Path, help="write commit, machine, versions and the figures")
     args = parser.parse_args()
+    lengths = args.draft_length * len(args.batch) if len(args.draft_length) == 1 else args.draft_length
+    if len(lengths) != len(args.batch):
+        parser.error(f"--draft-length: give one, or {len(args.batch)}, one for each --batch")
     if args.backend == "inductor":
         args.mode = args.mode or ("default" if args.device == "cpu" else "reduce-overhead")
     torch.set_num_threads(args.threads)
     made_from = machine() | {"argv": sys.argv[1:]}
     kept: dict[str, Any] = {"made_from": made_from, "tables": []} | earlier(args.json, made_from)
-    lengths = args.draft_length * len(args.batch) if len(args.draft_length) == 1 else args.draft_length
     for shape in args.shape:
         for batch, length in zip(args.batch, lengths, strict=True):
             args.draft_length = length

@@ -27,6 +27,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from engine_speed import earlier, machine  # the folder is no package
 
 from hf_spec import AcceptedTokens, DraftContext, Drafter, Proposal, SpeculationConfig, Speculator
+from hf_spec.bench import import_pyplot
 from hf_spec.whole_files import write_files
 
 # Curves: values of the varied quantity, and nodes that a step verifies; 0 nodes are plain generate.
@@ -137,8 +138,7 @@ def measure(args: argparse.Namespace, dtype: torch.dtype, curve: str) -> dict[st
 
 def draw(found: dict[str, Any], path: Path) -> None:
     """Write a picture with a row for each curve and a column for each dtype."""
-    from matplotlib import pyplot
-
+    pyplot = import_pyplot()
     curves = list(next(iter(found.values())))
     picture, axes = pyplot.subplots(
         len(curves), len(found), figsize=(4 * len(found), 2.8 * len(curves)), squeeze=False, layout="constrained"
@@ -171,6 +171,8 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--png", type=Path)
     args = parser.parse_args()
+    if args.png:
+        import_pyplot()  # what is missing is said before anything is measured
     torch.set_num_threads(args.threads)
     made_from = machine() | {"argv": sys.argv[1:]}
     content: dict[str, Any] = {"made_from": made_from} | earlier(args.json, made_from)

@@ -140,7 +140,8 @@ def measure(who: str, shape: list[int]) -> tuple[float, float]:
 
 def run(python: str, who: str, shape: tuple[int, ...], **environment: str) -> Any:
     command = [python, __file__, "--child", who, *map(str, shape)]
-    done = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True, check=True)
+    # What is wrong with an environment stands in the errors of its process, which everybody may see.
+    done = subprocess.run(command, env=os.environ | environment, stdout=subprocess.PIPE, text=True, check=True)
     return json.loads(done.stdout.splitlines()[-1])
 
 

@@ -7,6 +7,7 @@ import json
 import re
 import runpy
 import shutil
+import subprocess
 import sys
 import wave
 from argparse import Namespace
@@ -280,6 +281,36 @@ def test_time_and_memory_of_a_training_step_are_measured(
     runpy.run_path(str(script), run_name="__main__")
     seconds, megabytes = json.loads(capsys.readouterr().out)
     assert seconds > 0 and megabytes >= 0
+
+
+def test_an_environment_that_cannot_measure_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\necho No module named speculators >&2\nexit 1\n")
+    python.chmod(0o755)
+    monkeypatch.setattr("sys.argv", ["training_speed.py", "--speculators", str(python)])
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    with pytest.raises(subprocess.CalledProcessError):
+        runpy.run_path(str(ROOT / "examples" / "training_speed.py"), run_name="__main__")
+    assert "No module named speculators" in capfd.readouterr().err
+
+
+def test_what_is_missing_or_wrong_is_said_before_anything_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    few = "--tokens 2 --rounds 1 --backend eager --batch 1 8 --draft-length 5 3 2".split()
+    monkeypatch.setattr("sys.argv", ["compiled_speed.py", *few])
+    with pytest.raises(SystemExit):
+        runpy.run_path(str(ROOT / "examples" / "compiled_speed.py"), run_name="__main__")
+    assert "--draft-length: give one, or 2, one for each --batch" in capsys.readouterr().err
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    small = ["--hidden", "64", "--layers", "1", "--steps", "1", "--most", "64", "--curves", "nodes"]
+    files = ["--json", str(tmp_path / "costs.json"), "--png", str(tmp_path / "costs.png")]
+    monkeypatch.setattr("sys.argv", ["step_costs.py", *small, *files])
+    with pytest.raises(ImportError, match=re.escape("pip install 'hf-spec[bench]'")):
+        runpy.run_path(str(ROOT / "examples" / "step_costs.py"), run_name="__main__")
+    assert not (tmp_path / "costs.json").exists()
 
 
 def test_drafts_of_the_demo_family_are_compared(
