@@ -701,6 +701,23 @@ def test_drafts_are_written_for_engines_and_measured_here(
     assert "measured with other settings, {'length': 4, 'new_tokens': 6}" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_model_and_a_draft_of_one_name_are_two_files_for_llama_cpp(
+    dtype: str, small_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gguf = pytest.importorskip("gguf")
+    monkeypatch.syspath_prepend(str(ROOT / "examples" / "engines"))
+    converted = runpy.run_path(str(ROOT / "examples" / "engines" / "llama_cpp_worker.py"))["converted"]
+    folders = [shutil.copytree(small_target, tmp_path / name / "final") for name in ("model", "draft")]
+    noisy_copy(AutoModelForCausalLM.from_pretrained(folders[1]), seed=0, noise=0.1).save_pretrained(folders[1])
+    files = [converted(folder, dtype, tmp_path) for folder in folders]
+    for folder, file in zip(folders, files, strict=True):
+        heads = {one.name: one for one in gguf.GGUFReader(file).tensors}
+        wanted = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).lm_head.weight
+        found = torch.tensor(gguf.quants.dequantize(heads["output.weight"].data, heads["output.weight"].tensor_type))
+        assert torch.equal(found, wanted.float())
+
+
 def test_steps_are_counted_as_vllm_counts_them() -> None:
     """Steps that begin before the end of a text count whole; the first token belongs to no step."""
     names = runpy.run_path(str(ROOT / "examples" / "engines" / "compare.py"))

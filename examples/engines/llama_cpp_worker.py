@@ -9,6 +9,7 @@ answered one after the other.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import time
 from pathlib import Path
@@ -66,7 +67,8 @@ def converted(folder: Path, dtype: str, out: Path) -> Path:
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     if config["model_type"] != "llama":
         raise ValueError(f"{folder} is a {config['model_type']}: only Llama is converted here")
-    path = out / f"{folder.resolve().name}-{dtype}.gguf"
+    place = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:8]  # a model and its draft may share a name
+    path = out / f"{folder.resolve().name}-{place}-{dtype}.gguf"
     half = dtype == "bfloat16"
     heads, keys = config["num_attention_heads"], config["num_key_value_heads"]
     size = config.get("head_dim") or config["hidden_size"] // heads
