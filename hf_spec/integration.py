@@ -336,9 +336,9 @@ def _with_exit_layer(model: Any, speculator: Any, kwargs: dict[str, Any]) -> Any
             f"assistant_early_exit={asked} and EarlyExitSpeculator(layer={own}) name two layers to exit after; pass "
             "one of them."
         )
-    layer = own or option(model, kwargs, "assistant_early_exit")
+    layer = option(model, kwargs, "assistant_early_exit")
     kwargs.pop("assistant_early_exit", None)
-    return speculator if layer is None else EarlyExitSpeculator(layer)
+    return speculator if layer is None or own is not None else EarlyExitSpeculator(layer)
 
 
 def _refuse_without_speculator(given: dict[str, Any], has_settings: bool) -> None:

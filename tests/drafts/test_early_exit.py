@@ -395,6 +395,20 @@ def test_the_layer_is_named_by_the_call_or_the_checkpoint() -> None:
     assert hf_spec.last_speculation(target) is not None
 
 
+def test_a_class_of_the_users_own_drafts_itself() -> None:
+    class Longer(EarlyExitSpeculator):
+        def defaults(self) -> SpeculationConfig:
+            return SpeculationConfig(num_speculative_tokens=7)
+
+        def drafter(self, request: DraftContext) -> Drafter:
+            asked.append(request.config.num_speculative_tokens)
+            return super().drafter(request)
+
+    asked: list[Any] = []
+    assert torch.equal(exits(model(), prompts(1), None, speculator=Longer(2)), plain(model(), prompts(1)))
+    assert asked == [7]
+
+
 def test_a_bad_layer_is_refused() -> None:
     for layer in (0, -1, 1.5, True, "2"):
         with pytest.raises(ValueError, match="whole number of at least 1"):
