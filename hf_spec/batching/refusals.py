@@ -7,7 +7,7 @@ import sys
 from typing import Any
 
 from transformers import ContinuousBatchingConfig, GenerationConfig, LogitsProcessorList
-from transformers.generation.continuous_batching.cache import group_layers_by_attn_type
+from transformers.generation.continuous_batching.cache import PagedAttentionCache, group_layers_by_attn_type
 from transformers.generation.continuous_batching.utils import WorkloadHints
 from transformers.utils import logging
 from transformers.utils.generic import is_flash_attention_requested
@@ -40,6 +40,12 @@ SWITCHED_OFF: dict[str, tuple[Any, str]] = {
 UNSUPPORTED_MODEL_TYPES = frozenset(
     """diffllama doge gemma4 gemma4_text gemma4_unified gemma4_unified_text hrm_text jetmoe mimo_v2_flash moshi
     nemotron paligemma""".split()
+)
+# Model types whose forward asks its cache for the length of the text, also where it is given positions. transformers'
+# paged cache holds many texts and has no such method, so that every request fails.
+ASK_FOR_LENGTH = frozenset(
+    """bert bert-generation camembert ctrl data2vec-text electra ernie opt roberta
+    roberta-prelayernorm roc_bert xlm-roberta xlm-roberta-xl xmod""".split()
 )
 
 logger = logging.get_logger(__name__)
@@ -137,8 +143,11 @@ def why_not_batched(model: Any) -> str | None:
     except ValueError as error:
         return f"transformers' continuous batching does not take {name}: {error}"
     text = config.get_text_config(decoder=True)
-    if getattr(text, "kv_lora_rank", None) or {config.model_type, text.model_type} & UNSUPPORTED_MODEL_TYPES:
+    kinds = {config.model_type, text.model_type}
+    if getattr(text, "kv_lora_rank", None) or kinds & UNSUPPORTED_MODEL_TYPES:
         return f"transformers' continuous batching decodes {name} wrongly, with a speculator or without"
+    if kinds & ASK_FOR_LENGTH and not hasattr(PagedAttentionCache, "get_seq_length"):
+        return f"{name} asks its cache for the length of the text, which transformers' paged cache does not tell"
     if not getattr(model, "_supports_attention_backend", False) or getattr(model, "_is_stateful", False):
         return f"{name} does not use transformers' attention interface alone, which the paged cache needs"
     return None

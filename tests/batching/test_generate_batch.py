@@ -38,6 +38,7 @@ from hf_spec.batching.engine import SpeculativeManager
 from hf_spec.batching.sizes import longest_text
 from hf_spec.drafts.ngram.history_file import SavedHistory
 from hf_spec.drafts.ngram.hybrid import with_chains
+from hf_spec.many.engine import why_not_engine
 from hf_spec.sampling import is_seeded
 
 
@@ -566,6 +567,18 @@ def test_what_is_refused(case: str, model: PreTrainedModel) -> None:
     with pytest.raises(ValueError, match=cause):
         model.generate_batch(PROMPT_LIST, greedy(**options), batching(4), **{"speculator": "ngram"} | speculation)
     assert model.config._attn_implementation == attention
+
+
+@pytest.mark.parametrize("name", ["opt", "bert"])
+def test_a_model_that_asks_the_paged_cache_for_a_length(name: str) -> None:
+    """Every request of transformers' own engine fails, and ``generate_many`` leaves such models to ``generate``."""
+    model = build(name)
+    plain = model.generate_batch(PROMPT_LIST[:2], greedy(max_new_tokens=2), batching(2))
+    assert all("get_seq_length" in str(output.error) for output in plain.values())
+    cause = f"{type(model).__name__} asks its cache for the length"
+    with pytest.raises(ValueError, match=rf"{cause}.*padded on the left, to generate\("):
+        model.generate_batch(PROMPT_LIST[:2], greedy(), batching(2), speculator="ngram")
+    assert cause in str(why_not_engine(model, {"max_new_tokens": 2}))
 
 
 def test_keywords_that_transformers_would_drop_are_refused(model: PreTrainedModel) -> None:
