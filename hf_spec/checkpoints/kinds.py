@@ -97,6 +97,11 @@ def find_format(checkpoint: Checkpoint) -> Format:
                 return one
         except EntryPointError as error:
             problems.append(str(error))
+        except UNFIT as error:
+            raise ValueError(
+                f"config.json of {checkpoint.path} has a value of the wrong type ({printable(error)}); copy or "
+                "download it again"
+            ) from error
     _refuse_unknown(checkpoint, problems)
 
 

@@ -68,6 +68,14 @@ def test_values_of_the_wrong_type_are_named(name: str, tmp_path: Path) -> None:
             AutoDraftModel.from_pretrained(path)
 
 
+@pytest.mark.parametrize(("name", "value"), [("architectures", 1), ("dflash_config", [None])])
+def test_keys_that_tell_the_format_may_be_of_the_wrong_type(name: str, value: Any, tmp_path: Path) -> None:
+    path = write_draft(tmp_path / "draft", {name: value})
+    for read in (AutoDraftModel.from_pretrained, inspect):
+        with pytest.raises(ValueError, match=f"config.json of {re.escape(str(path))} has a value of the wrong type"):
+            read(path)
+
+
 @pytest.mark.parametrize(
     "places",
     [["a"], 3, {"fc.weight": 5}, {"fc.weight": ["model.safetensors"]}, {"fc.weight": "../secret.safetensors"},
