@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from hf_spec.drafts.dspark.modeling import DSparkDraftModel
 from hf_spec.drafts.files import Checkpoint
 from hf_spec.drafts.peagle.configuration import PEagleSpeculatorConfig
 from hf_spec.drafts.peagle.modeling import PEagleDraftModel
+from hf_spec.settings import DEFAULT_NUM_SPECULATIVE_TOKENS
 from hf_spec.unroll.feedback import UnrollInput
 
 CASES = (*DFLASH, *DSPARK)
@@ -203,6 +205,18 @@ def test_deepspec_eagle3_reads_outputs_of_layers() -> None:
     assert text.sequences[0].tolist() == expected
     assert draft.config.num_speculative_tokens == 4
     assert inspect(GOLDENS / case / "checkpoint").layout == "deepspec (DeepSpec)"
+
+
+def test_the_chain_length_of_deepspec_eagle3_is_checked(tmp_path: Path) -> None:
+    unsaid = copy_of("ds_eagle3_qwen3", tmp_path / "unsaid")
+    (unsaid / "config.json").write_text(
+        json.dumps(json.loads((unsaid / "config.json").read_text()) | {"ttt_length": None})
+    )
+    assert AutoDraftModel.from_pretrained(unsaid).config.num_speculative_tokens == DEFAULT_NUM_SPECULATIVE_TOKENS
+    for number, given in enumerate((0, [4])):
+        path = copy_of("ds_eagle3_qwen3", tmp_path / str(number), ttt_length=given)
+        with pytest.raises(ValueError, match=rf"speculative_tokens in .* is {re.escape(str(given))}; give a whole"):
+            AutoDraftModel.from_pretrained(path)
 
 
 @pytest.mark.parametrize("case", PEAGLE)

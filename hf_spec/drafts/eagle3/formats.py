@@ -85,8 +85,9 @@ def _is_deepspec(config: dict[str, Any], names: Collection[str]) -> bool:
 def _read_deepspec(raw: dict[str, Any], tensors: dict[str, Tensor]) -> Read:
     raw["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": raw["target_layer_ids"]}  # outputs of layers as well
     config, tensors = _flat(raw, needed(tensors))
-    method = (config.speculators_config or {})["proposal_methods"][0]
-    method["speculative_tokens"] = raw.get("ttt_length", method["speculative_tokens"])
+    if (length := raw.get("ttt_length")) is not None:
+        (config.speculators_config or {})["proposal_methods"][0]["speculative_tokens"] = length
+        config.validate()
     return config, tensors
 
 
