@@ -80,7 +80,10 @@ def embeddings_and_head(model: Any) -> dict[str, Tensor]:
 
 def generation_settings(target: Any, options: dict[str, Any]) -> dict[str, Any]:
     """Return the generation options that are not defaults, as JSON values; a speculator does not change them."""
-    config = copy.deepcopy(options.get("generation_config") or target.generation_config)
+    given = options.get("generation_config")
+    config = copy.deepcopy(target.generation_config if given is None else given)
+    if given is not None:  # what it leaves open, such as the end of the text, is the model's
+        config.update(**target.generation_config.to_dict(), defaults_only=True, allow_custom_entries=True)
     config.update(**options)
     found = {name: value for name, value in config.to_diff_dict().items() if name != "transformers_version"}
     settings: dict[str, Any] = json.loads(json.dumps(found, default=str))

@@ -18,6 +18,7 @@ from golden import tiny_target
 from groups import in_another_process
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from transformers import (
+    GenerationConfig,
     GPT2Config,
     GPT2LMHeadModel,
     PreTrainedTokenizerFast,
@@ -578,6 +579,21 @@ def test_an_answer_that_was_cut_off_is_marked(tmp_path: Path, caplog: pytest.Log
     target.generation_config.eos_token_id = 0
     ended = regenerate([CHAT[:2]], target, words, tmp_path / "zero.jsonl", max_new_tokens=6, **options)
     assert "cut" not in json.loads(ended.read_text())["messages"][1]
+
+
+def test_a_generation_config_of_the_call_leaves_the_end_of_the_text_to_the_target(tmp_path: Path) -> None:
+    target, words = tiny_target(vocab_size=len(tokenizer())), tokenizer()
+    prompt = words(words.apply_chat_template(CHAT[:1], tokenize=False, add_generation_prompt=True))
+    said = target.generate(torch.tensor([prompt["input_ids"]]), max_new_tokens=6, do_sample=False)[0].tolist()
+    target.generation_config.eos_token_id = said[-1]
+    options: dict[str, Any] = {"max_new_tokens": 8, "progress": False}
+    plain = regenerate([CHAT[:2]], target, words, tmp_path / "plain.jsonl", do_sample=False, **options)
+    given = GenerationConfig(do_sample=False)
+    same = regenerate([CHAT[:2]], target, words, tmp_path / "same.jsonl", generation_config=given, **options)
+    assert same.read_text() == plain.read_text() and '"cut"' not in same.read_text()
+    target.generation_config.eos_token_id = said[-2]
+    with pytest.raises(ValueError, match=f"eos_token_id was {said[-1]}, not {said[-2]}"):
+        regenerate([CHAT[:2]] * 2, target, words, same, generation_config=given, **options)
 
 
 @pytest.mark.parametrize("end", ["\u2028", "\x85", "\x0c", "\r\n"])
