@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -328,14 +329,20 @@ def check_examples(examples: Any, vocabulary: int) -> None:
         return
     if not len(examples):
         raise ValueError("the dataset is empty")
-    columns = examples.column_names if isinstance(examples, datasets.Dataset) else examples[0]
-    if missing := [name for name in COLUMNS[:2] if name not in columns]:
-        raise ValueError(f"the dataset has no {missing}, but {list(columns)}: make it with prepare_dataset")
+    check_columns(examples.column_names if isinstance(examples, datasets.Dataset) else examples[0])
     check_ids(*_range(examples, "input_ids"), vocabulary)
     if _range(examples, "loss_mask")[1] < 1:
         raise ValueError(
             "no token of the dataset is marked as an answer in its loss_mask, so there is nothing to train on"
         )
+
+
+def check_columns(
+    columns: Collection[str], what: str = "the dataset", cure: str = "make it with prepare_dataset"
+) -> None:
+    """Raise a ValueError unless ``columns``, those of a dataset or of a batch, are what drafts are trained on."""
+    if missing := [name for name in COLUMNS[:2] if name not in columns]:
+        raise ValueError(f"{what} has no {missing}, but {list(columns)}: {cure}")
 
 
 def numbers(column: Any) -> list[int]:
@@ -374,6 +381,7 @@ class DraftCollator:
     pad_token_id: int = 0
 
     def __call__(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
+        check_columns(rows[0])  # of a stream they were not known before
         fill = dict(zip(COLUMNS, (self.pad_token_id, 0, -1), strict=True))
         rows = [row | {name: numbers(row[name]) for name in COLUMNS if name in row} for row in rows]
         lengths = [len(row["input_ids"]) for row in rows]

@@ -31,7 +31,7 @@ from . import muon, sharding
 from .arguments import DraftTrainingArguments
 from .card import check_card_options, is_chat, model_card
 from .checks import check_arguments, check_before_saving, check_call, check_finite, name_target
-from .data import DraftCollator, check_examples
+from .data import DraftCollator, check_columns, check_examples
 from .evaluation import acceptance, measure, prompts_of, sums_of, token_ids
 from .features import LAST, FeatureCache
 from .held_out import Filled, Unsharded, source_of, without_repeats
@@ -106,7 +106,8 @@ class DraftTrainer(Trainer):
         self._tokenizer = kwargs.get("processing_class")
         self._sums = {True: RunningSums(), False: RunningSums()}  # is training? -> its metrics
         self._order = torch.Generator()  # random order of examples that are grouped by length
-        kwargs.setdefault("data_collator", DraftCollator())
+        if kwargs.get("data_collator") is None:
+            kwargs["data_collator"] = DraftCollator()
         if args.muon_learning_rate is not None:
             kwargs["optimizer_cls_and_kwargs"] = muon.factory(args)
         held_out = kwargs.get("eval_dataset")
@@ -300,7 +301,10 @@ class DraftTrainer(Trainer):
     def _choose_anchors(self, inputs: dict[str, Any], number: int | None) -> None:
         """Sample a block draft's anchors once per batch, seeded by step and batch ``number`` for resumed runs.
 
-        Without a ``number``, in evaluation, they are always the same."""
+        Without a ``number``, in evaluation, they are always the same. Errors: a ValueError for a batch without the
+        columns of a dataset.
+        """
+        check_columns(inputs, "a batch", "leave out data_collator, or let it keep what prepare_dataset has made")
         if "anchors" in inputs or not getattr(self.draft, "needs_anchors", False):
             return
         place = () if number is None else (self.state.global_step, self.args.process_index, number)

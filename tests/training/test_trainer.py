@@ -8,6 +8,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pytest
 import torch
 from architectures import LLAMA4, build
@@ -17,6 +18,7 @@ from pairs import each_value, usual
 from transformers import AutoModel, LlamaConfig, LlamaForCausalLM
 
 import hf_spec
+from hf_spec.drafts.dflash.configuration import DFlashSpeculatorConfig
 from hf_spec.drafts.eagle.configuration import EagleSpeculatorConfig
 from hf_spec.drafts.eagle3.configuration import Eagle3SpeculatorConfig
 from hf_spec.drafts.medusa.configuration import MedusaSpeculatorConfig
@@ -78,6 +80,11 @@ def medusa_sharing(target: Any) -> Any:
     return new_draft(MedusaSpeculatorConfig.for_target(target.config, num_heads=STEPS, num_hidden_layers=2), target)
 
 
+def dflash(target: Any) -> Any:
+    torch.manual_seed(1)
+    return new_draft(DFlashSpeculatorConfig.for_target(target.config, mask_token_id=95, block_size=4), target)
+
+
 def vanilla(target: Any, vocabulary: int = 96) -> Any:
     torch.manual_seed(1)
     shape = {"vocab_size": vocabulary, "hidden_size": 32, "num_hidden_layers": 1, "intermediate_size": 48}
@@ -105,6 +112,31 @@ def arguments(folder: Path, **changes: Any) -> DraftTrainingArguments:
 
 def losses(trainer: DraftTrainer) -> list[float]:
     return [logs["loss"] for logs in trainer.state.log_history if "loss" in logs]
+
+
+def test_examples_of_several_lengths_are_padded_where_no_collator_is_named(tmp_path: Path) -> None:
+    target, rows = sharp_target(), [*text(2), *text(2, length=9, seed=1)]
+    given = {"args": arguments(tmp_path, max_steps=2, per_device_train_batch_size=4), "train_dataset": rows}
+    plain, named = (DraftTrainer(eagle3(target), target, **given, **more) for more in ({}, {"data_collator": None}))
+    plain.train()
+    named.train()
+    assert losses(named) == losses(plain)
+
+
+@pytest.mark.parametrize("make", [eagle3, dflash])
+def test_batches_and_streams_without_answers_are_refused_by_name(make: Any, tmp_path: Path) -> None:
+    def collate(rows: list[dict[str, Any]]) -> dict[str, Any]:
+        ids = torch.tensor([row["input_ids"] for row in rows])
+        return {"input_ids": ids, "labels": ids}
+
+    target, args = sharp_target(), arguments(tmp_path, max_steps=2)
+    trainer = DraftTrainer(make(target), target, args, train_dataset=text(), data_collator=collate)
+    with pytest.raises(ValueError, match=r"a batch has no \['loss_mask'\], but \['input_ids', 'labels'\]: leave out"):
+        trainer.train()
+    rows = datasets.Dataset.from_list([{"text": "once"}] * 4).to_iterable_dataset()
+    trainer = DraftTrainer(make(target), target, args, train_dataset=rows)
+    with pytest.raises(ValueError, match=r"has no \['input_ids', 'loss_mask'\], but \['text'\]: make it with prepare"):
+        trainer.train()
 
 
 @pytest.mark.parametrize("make", usual([eagle3, eagle1, mtp, medusa, vanilla], [eagle3, mtp, medusa, vanilla]))
