@@ -132,7 +132,7 @@ def prompts_of(examples: Sequence[dict[str, Any]], count: int, plain_length: int
     for example in examples:
         ids, answers = numbers(example["input_ids"]), numbers(example["loss_mask"])
         documents = numbers(example["document_ids"]) if "document_ids" in example else [0] * len(ids)
-        end = documents.count(documents[0])  # only the first document of a packed example is used
+        end = documents.count(documents[0]) if documents else 0  # only the first document of a packed example is used
         if 1 not in answers[:end]:
             continue
         first = answers.index(1) or min(plain_length, end)

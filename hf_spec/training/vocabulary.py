@@ -21,7 +21,8 @@ def count_tokens(dataset: Iterable[dict[str, Any]], vocab_size: int) -> Tensor:
     """
     counts = torch.zeros(vocab_size, dtype=torch.long)
     for example in dataset:
-        ids = torch.as_tensor(example["input_ids"])[torch.as_tensor(example["loss_mask"]).bool()]
+        ids, answers = (torch.as_tensor(example[name], dtype=torch.long) for name in ("input_ids", "loss_mask"))
+        ids = ids[answers.bool()]
         if len(ids):
             check_ids(int(ids.min()), int(ids.max()), vocab_size)
         counts += torch.bincount(ids, minlength=vocab_size)

@@ -24,6 +24,7 @@ from hf_spec.training import (
     DraftTrainer,
     DraftTrainingArguments,
     cache_features,
+    count_tokens,
     new_draft,
     prepare_dataset,
     regenerate,
@@ -217,6 +218,12 @@ def test_packed_data_in_the_format_of_a_library_train_and_measure_the_same(kind:
         found[-1].pop("eval_runtime")
     assert found[0] == found[1]
     assert prompts_of(packed.with_format(kind), 2, 3) == prompts_of(packed, 2, 3)
+
+
+def test_an_example_without_a_token_is_passed_over() -> None:
+    rows = [{"input_ids": [], "loss_mask": []}, {"input_ids": [3, 1, 1], "loss_mask": [0, 1, 1]}]
+    assert count_tokens(rows, 4).tolist() == [0, 2, 0, 0]
+    assert prompts_of(rows, 2, 3) == [[3]]
 
 
 def evaluate_stream(folder: str, count: int) -> dict[str, float]:
