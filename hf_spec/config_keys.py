@@ -9,6 +9,8 @@ from typing import Any
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
 from transformers.utils import logging
 
+from .untrusted import printable
+
 logger = logging.get_logger(__name__)
 
 # A table of known keys maps each to ``ANY``, to the only value that is known, to a table for the keys inside, or to a
@@ -66,10 +68,11 @@ def unknown_keys(given: Mapping[str, Any], table: Known, place: str = "") -> lis
 def warn_of_unknown(path: str, found: Collection[str]) -> None:
     """Warn once of the keys ``found`` in the config of the draft at ``path``."""
     if found:
+        keys = printable(", ".join(sorted(found)))
         logger.warning_once(
-            f"config.json of {path} has keys that hf_spec does not know: {', '.join(sorted(found))}. The draft is "
-            "read as if they were not there. The text stays the target's; if few draft tokens are accepted, the draft "
-            "may be of a kind that hf_spec does not read"
+            f"config.json of {path} has keys that hf_spec does not know: {keys}. The draft is read as if they were "
+            "not there. The text stays the target's; if few draft tokens are accepted, the draft may be of a kind "
+            "that hf_spec does not read"
         )
 
 

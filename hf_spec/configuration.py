@@ -16,6 +16,7 @@ from transformers.utils import logging
 
 from .config_keys import PASSING, Known, keys_of_layers, known, unknown_keys, warn_of_unknown
 from .settings import DEFAULT_NUM_SPECULATIVE_TOKENS, SpeculationConfig, is_int
+from .untrusted import printable
 from .versions import CompositeConfig, SubConfigSpec
 
 logger = logging.get_logger(__name__)
@@ -354,9 +355,10 @@ class SpeculatorConfig(CompositeConfig):
             loose = method.get("accept_tolerance")
             if loose is not None and not (isinstance(loose, int | float) and loose >= 0):
                 raise ValueError(f"accept_tolerance in {method!r} is {loose!r}; give a number of at least 0")
-        if not isinstance(given.get("verifier"), dict):
+        verifier = given.get("verifier")
+        if not (isinstance(verifier, dict) and isinstance(verifier.get("name_or_path"), str | None)):
             raise TypeError(
-                f"speculators_config.verifier is {given.get('verifier')!r}; name the target as "
+                f"speculators_config.verifier is {verifier!r}; name the target as "
                 "{'name_or_path': 'org/model' or None, 'architectures': [...]}"
             )
         self._default_method()
@@ -415,8 +417,8 @@ def another_target(made_for: dict[str, Any], target: PreTrainedConfig) -> str:
     theirs, ours = (
         " and ".join(f"{name} {one[name]}" for name in known if known[name] != sizes[name]) for one in (known, sizes)
     )
-    names = made_for.get("name_or_path") or "another target", target.name_or_path or f"a {type(target).__name__}"
-    return f"the draft was made for {names[0]} with {theirs}, and this is {names[1]} with {ours}"
+    name, own = made_for.get("name_or_path") or "another target", target.name_or_path or f"a {type(target).__name__}"
+    return f"the draft was made for {printable(name)} with {theirs}, and this is {own} with {ours}"
 
 
 def hub_name(path: str | None) -> str | None:

@@ -15,13 +15,13 @@ from typing import Any
 import datasets
 import pytest
 import torch
-from golden import GOLDENS, load_draft
+from golden import GOLDENS, load_draft, load_target
 from safetensors.torch import save_file
 from test_damaged_checkpoints import write_draft
 from test_training_data import tokenizer
 from transformers import AutoModel
 
-from hf_spec import NgramSpeculator
+from hf_spec import NgramSpeculator, config_keys, configuration
 from hf_spec.checkpoints.auto import AutoDraftModel
 from hf_spec.checkpoints.files import read_checkpoint
 from hf_spec.checkpoints.inspection import inspect
@@ -278,6 +278,26 @@ def test_names_in_configs_do_not_reach_the_terminal_as_they_are(name: str, tmp_p
     told = str(inspect(tmp_path))
     assert "owned" in told and told == printable(told)
     assert len([line for line in told.splitlines() if line.startswith("  hf_spec")]) == 1
+
+
+def test_warnings_of_a_config_do_not_reach_the_terminal_as_they_are(tmp_path: Path, monkeypatch: Any) -> None:
+    told: list[str] = []
+    for module in (configuration, config_keys):
+        monkeypatch.setattr(module.logger, "warning_once", told.append)
+    draft = load_draft("eagle3_orig_a")
+    draft.config.speculators_config["verifier"] |= {"name_or_path": STEERING, "num_hidden_layers": 99}
+    draft.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {STEERING: 1}))
+    AutoDraftModel.from_pretrained(tmp_path, target=load_target("eagle3_orig_a"))
+    assert len(told) == 2 and all("owned" in one and one == printable(one) for one in told)
+
+
+def test_the_draft_of_an_adapter_does_not_reach_the_terminal_as_it_is(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": STEERING}))
+    with pytest.raises(OSError, match="owned") as refused:
+        AutoDraftModel.from_pretrained(tmp_path)
+    assert str(refused.value) == printable(refused.value)
 
 
 def test_a_command_prints_no_escapes(tmp_path: Path, capsys: Any) -> None:

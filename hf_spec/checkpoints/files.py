@@ -170,7 +170,7 @@ def _find_config(path: str | os.PathLike[str], hub: dict[str, Any]) -> str:
 def merging(adapter: str, base: str | None) -> str:
     """Say how to merge ``adapter`` into its draft ``base`` (``None`` if unknown)."""
     return (
-        f"merge it into its draft{f' {base}' if base else ''} and pass what is written: "
+        f"merge it into its draft{f' {printable(base)}' if base else ''} and pass what is written: "
         f"PeftModel.from_pretrained(draft, {adapter!r}).merge_and_unload().save_pretrained(DIRECTORY)"
     )
 

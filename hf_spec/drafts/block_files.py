@@ -89,6 +89,7 @@ def read_flat(
     config, tensors = completed(kind, given, layers.vocab_size, tensors)
     speculators_config["proposal_methods"][0]["speculative_tokens"] = config.num_draft_tokens
     config.speculators_config = speculators_config
+    config.validate()
     return config, tensors
 
 

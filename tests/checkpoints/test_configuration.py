@@ -82,6 +82,11 @@ def methods(**changes: Any) -> dict[str, Any]:
         ({"speculators_config": methods() | {"proposal_methods": []}}, ValueError, r"proposal_methods is \[\]"),
         ({"speculators_config": methods(speculative_tokens=0)}, ValueError, r"is 0; give a whole number"),
         ({"speculators_config": methods() | {"verifier": None}}, TypeError, r"verifier is None; name the target"),
+        (
+            {"speculators_config": methods() | {"verifier": {"name_or_path": ["a"]}}},
+            TypeError,
+            r"verifier is \{'name_or_path': \['a'\]\}; name the target",
+        ),
         ({"speculators_config": methods(proposal_type="x")}, ValueError, r"is 'greedy'; name one of \['x'\]"),
     ],
 )
