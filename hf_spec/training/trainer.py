@@ -438,6 +438,8 @@ class DraftTrainer(Trainer):
         return place_in_stream(checkpoint, self.args.gradient_accumulation_steps)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is not None and isinstance(draft := self.draft, DraftModel):
+            draft.bind(self.target)  # its weights are loaded by now, and maybe a draft vocabulary of other tokens
         with checked_optimizer(self.optimizer, checkpoint):
             super()._load_optimizer_and_scheduler(checkpoint)
 

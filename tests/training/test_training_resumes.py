@@ -18,7 +18,8 @@ from test_trainer import arguments, eagle3, losses, medusa, sharp_target, text, 
 from test_training_commands import recipe, stories
 
 from hf_spec.cli import main
-from hf_spec.training import DraftTrainer
+from hf_spec.drafts.medusa.configuration import MedusaSpeculatorConfig
+from hf_spec.training import DraftTrainer, new_draft
 from hf_spec.training.resuming import checkpoint_to_resume
 
 __all__ = ["stories"]  # a fixture
@@ -152,6 +153,21 @@ def test_another_adapter_does_not_go_on_from_a_checkpoint(tmp_path: Path) -> Non
     for changes, said in others:
         with pytest.raises(ValueError, match=f"checkpoint-2, which holds another draft: .*{said}"):
             adapter(**changes).train(resume_from_checkpoint=True)
+
+
+def test_a_checkpoint_brings_the_draft_vocabulary_that_a_shared_output_layer_is_cut_to(tmp_path: Path) -> None:
+    def made(folder: str, first: int, **changes: Any) -> DraftTrainer:
+        torch.manual_seed(1)
+        target = sharp_target()
+        config = MedusaSpeculatorConfig.for_target(target.config, num_heads=2, draft_vocab_size=40)
+        draft = new_draft(config, target, torch.arange(96).roll(first))  # other data may have other frequent tokens
+        return DraftTrainer(draft, target, arguments(tmp_path / folder, **SAVED | changes), train_dataset=text())
+
+    whole = made("whole", first=0)
+    whole.train()
+    again = made("again", first=48, save_strategy="no")
+    again.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-2"))
+    assert torch.equal(again.draft.d2t, whole.draft.d2t) and losses(again) == losses(whole)
 
 
 @pytest.mark.parametrize("change", [{"muon_learning_rate": 0.01}, {"freeze_lm_head": True}, {"optim": "sgd"}])
