@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import bz2
 import contextlib
 import errno
 import glob
 import gzip
 import json
+import lzma
 import os
 import tempfile
+import zlib
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -20,6 +23,9 @@ from .resuming import FULL
 
 logger = logging.get_logger(__name__)
 
+OPENERS: dict[str, Any] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
+DAMAGED = (OSError, EOFError, zlib.error, lzma.LZMAError)  # errors of reading with these
+PACKED = (".zst", ".lz4", ".zip")  # ends of names of files that datasets alone opens
 FILES = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet", ".txt": "text"}
 
 
@@ -40,12 +46,12 @@ def read_file(file: str | os.PathLike[str], streaming: bool = False) -> datasets
     name = glob.escape(str(path))  # datasets expands patterns: [a] in a name would mean a
     try:
         data = load(kind, data_files=name, split="train", streaming=streaming)
-    except (datasets.exceptions.DatasetGenerationError, ValueError, EOFError, gzip.BadGzipFile) as error:
+    except (datasets.exceptions.DatasetGenerationError, ValueError, gzip.BadGzipFile, *DAMAGED[1:]) as error:
         raise_full_disk(error)
         if kind == "json" and not streaming and (found := _without_unsound_lines(path)) is not None:
             return found
         problem = None
-        with contextlib.suppress(OSError, EOFError):  # a damaged gzip file; the first error says enough
+        with contextlib.suppress(*DAMAGED):  # a damaged compressed file; the first error says enough
             problem = _broken_line(path) or _undecodable_line(path)
             if kind == "json" and not streaming and problem is None and (found := _as_one_chunk(path)) is not None:
                 return found
@@ -118,7 +124,7 @@ def _without_unsound_lines(path: Path) -> datasets.Dataset | None:
                     problems.append(f"line {number}: {error}")
                     row = {}
                 lines.append(json.dumps(row))
-    except (OSError, EOFError):
+    except DAMAGED:
         return None
     if not problems:
         return None
@@ -133,18 +139,18 @@ def _without_unsound_lines(path: Path) -> datasets.Dataset | None:
 
 
 def _opened(path: Path) -> IO[bytes]:
-    return cast(IO[bytes], (gzip.open if path.suffix == ".gz" else open)(path, "rb"))
+    return cast(IO[bytes], OPENERS.get(path.suffix, open)(path, "rb"))
 
 
 def _is_blank(path: Path) -> bool:
-    with contextlib.suppress(OSError, EOFError), _opened(path) as lines:  # loading will say what is wrong
+    with contextlib.suppress(*DAMAGED), _opened(path) as lines:  # loading will say what is wrong
         return not any(line.strip() for line in lines)
     return False
 
 
 def _undecodable_line(path: Path) -> str | None:
-    """Name the first line that is not UTF-8; ``None`` if there is none, or the file is not a text file."""
-    if ".parquet" in path.suffixes:
+    """Name the first line that is not UTF-8; ``None`` if there is none, or the file is not read as text here."""
+    if ".parquet" in path.suffixes or path.suffix in PACKED:
         return None
     with _opened(path) as lines:
         for number, line in enumerate(lines, start=1):
@@ -156,8 +162,8 @@ def _undecodable_line(path: Path) -> str | None:
 
 
 def _broken_line(path: Path) -> str | None:
-    """Name the first line that is not valid JSON, and say why; ``None`` if there is none, or it is no JSON file."""
-    if not {".jsonl", ".json"} & {*path.suffixes}:
+    """Name the first line that is not valid JSON, and say why; ``None`` if there is none, or it is not read here."""
+    if not {".jsonl", ".json"} & {*path.suffixes} or path.suffix in PACKED:
         return None
     with _opened(path) as file:
         content = file.read()

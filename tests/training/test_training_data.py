@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import bz2
 import gzip
 import json
 import logging
+import lzma
 import os
 import shutil
 import signal
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -199,7 +202,10 @@ def test_files_of_several_kinds_are_read(tmp_path: Path) -> None:
     rows.to_parquet(tmp_path / "a.parquet")
     lines = "\n".join(json.dumps(row) for row in rows)
     (tmp_path / "a.jsonl").write_text(f"{lines}\n\n", encoding="utf-8-sig")
-    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
+    for suffix, compress in (("gz", gzip.compress), ("bz2", bz2.compress), ("xz", lzma.compress)):
+        (tmp_path / f"a.jsonl.{suffix}").write_bytes(compress(lines.encode()))
+    with zipfile.ZipFile(tmp_path / "a.jsonl.zip", "w") as archive:
+        archive.writestr("a.jsonl", lines)
     (tmp_path / "a.json").write_text(json.dumps(list(rows)), encoding="utf-8")
     for file in sorted(tmp_path.iterdir()):
         assert prepare_dataset(file, tokenizer())["input_ids"] == prepare_dataset(rows, tokenizer())["input_ids"]
@@ -234,6 +240,15 @@ def test_files_that_cannot_be_read_are_named(name: str, content: str | None, mes
         (tmp_path / name).write_bytes(content.encode("latin-1"))
     with pytest.raises(ValueError if content is not None else FileNotFoundError, match=message):
         prepare_dataset(tmp_path / name, tokenizer())
+
+
+@pytest.mark.parametrize(("suffix", "compress"), [("gz", gzip.compress), ("xz", lzma.compress)])
+def test_a_compressed_file_that_is_damaged_within_is_named(suffix: str, compress: Any, tmp_path: Path) -> None:
+    content = bytearray(compress("\n".join(json.dumps({"text": f"{i} one"}) for i in range(99)).encode()))
+    content[len(content) // 2] ^= 0xFF
+    (tmp_path / f"a.jsonl.{suffix}").write_bytes(content)
+    with pytest.raises(ValueError, match=rf"a\.jsonl\.{suffix} is broken: "):
+        read_file(tmp_path / f"a.jsonl.{suffix}")
 
 
 def test_keys_may_come_after_the_first_10_mb(tmp_path: Path) -> None:
