@@ -27,10 +27,11 @@ class AutoDraftModel:
 
         ``target`` is checked against the draft and lends the weights that the file lacks; on the meta device, without
         weights, it is only checked. ``kwargs`` are those of any ``from_pretrained`` of transformers (dtype,
-        device_map, revision, ...). No code of the checkpoint is executed.
+        device_map, revision, ...), without ``config`` and ``state_dict``, which are read. No code of the checkpoint is
+        executed.
 
-        Errors: OSError for missing, damaged or half-written files; ValueError for an unknown format, or weights or a
-        target that do not fit.
+        Errors: TypeError for these two; OSError for missing, damaged or half-written files; ValueError for an unknown
+        format, or weights or a target that do not fit.
         """
         hub = {name: kwargs.pop(name) for name in HUB_OPTIONS if name in kwargs}
         checkpoint = read_checkpoint(path, **hub)
@@ -48,6 +49,11 @@ class AutoDraftModel:
 
 def load(checkpoint: Checkpoint, **kwargs: Any) -> Any:
     """Build our model from a checkpoint of any format; ``kwargs`` and errors are those of ``AutoDraftModel``."""
+    if own := next((name for name in ("config", "state_dict") if name in kwargs), None):
+        raise TypeError(
+            f"{own} is read from the files of {checkpoint.path}, whatever their format: leave it out, or call "
+            "from_pretrained of the draft's class"
+        )
     config, tensors = translate(checkpoint)
     model = kind_of(config)
     try:

@@ -28,6 +28,7 @@ HUB_OPTIONS = (
     "revision",
     "subfolder",
     "token",
+    "use_safetensors",
     "variant",
 )
 CONFIG, ADAPTER = "config.json", "adapter_config.json"
@@ -47,9 +48,11 @@ NOWHERE: dict[type, str] = {
 }
 
 
-def weight_files(variant: str | None = None) -> tuple[str, ...]:
+def weight_files(variant: str | None = None, use_safetensors: bool | None = None) -> tuple[str, ...]:
     """List the files that may hold a draft's weights; those of a particular format come first."""
     names = (*(name for one in formats() for name in one.weight_files), *WEIGHT_FILES)
+    if use_safetensors:
+        names = tuple(name for name in names if ".safetensors" in name)
     if variant is None:
         return names
     parts = (name.rpartition(".") for name in names)
@@ -61,13 +64,15 @@ def read_checkpoint(
     inside_target: bool = False,
     only_names: bool = False,
     variant: str | None = None,
+    use_safetensors: bool | None = None,
     **hub: Any,
 ) -> Checkpoint:
     """Read config and tensors of a local directory or Hub id. Errors: an OSError that names the file and a remedy.
 
     If the checkpoint is a target's and contains a draft, only the draft is read. With ``inside_target``, nothing is
-    read if it contains none. ``variant`` is part of the files' names, as in ``save_pretrained``. ``only_names`` reads
-    empty tensors, whose names are enough to detect the format.
+    read if it contains none. ``variant`` is part of the files' names, as in ``save_pretrained``. With
+    ``use_safetensors``, no pickled file is opened. ``only_names`` reads empty tensors, whose names are enough to
+    detect the format.
     """
     config = _json(_find_config(path, hub))
     is_dflash = isinstance(config.get("dflash_config"), dict) or "DFlash" in str(config.get("architectures"))
@@ -76,7 +81,8 @@ def read_checkpoint(
             f"{path} has {MASK_EMBEDDING}, an embedding for mask tokens that is not the target's, and hf_spec does "
             "not read it: serve the draft in vLLM, or take another one"
         )
-    for name in weight_files(variant):
+    names = weight_files(variant, use_safetensors)
+    for name in names:
         if (file := _find(path, name, hub)) is None:
             continue
         if not name.endswith(".json"):
@@ -84,11 +90,13 @@ def read_checkpoint(
         tensors: dict[str, Tensor] = {}
         places = _shards(file)
         for shard in sorted({places[key] for key in _of_the_draft(places, inside_target)}):
+            if use_safetensors and not shard.endswith(".safetensors"):
+                raise OSError(f"{path}: {name} names {shard}, which is no safetensors file: use_safetensors is set")
             if (part := _find(path, shard, hub)) is None:
                 raise OSError(f"{path}: {name} names {shard}, which is missing; copy or download the checkpoint again")
             tensors |= _tensors(part, inside_target, only_names)
         return Checkpoint(str(path), config, tensors)
-    raise OSError(f"{path} has a config.json but no weights; it should hold one of {weight_files(variant)}")
+    raise OSError(f"{path} has a config.json but no weights; it should hold one of {names}")
 
 
 def is_cached(name: str) -> bool:

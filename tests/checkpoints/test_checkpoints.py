@@ -620,6 +620,31 @@ def test_shards_are_read_together(tmp_path: Path) -> None:
     assert torch.equal(logits(again, PLAIN), logits(draft, PLAIN))
 
 
+def test_pickled_files_are_not_opened_for_whoever_wants_safetensors(tmp_path: Path) -> None:
+    path = copy_of(PLAIN, tmp_path / "draft")
+    tensors = load_file(path / "model.safetensors")
+    assert AutoDraftModel.from_pretrained(path, use_safetensors=True).dtype == load_draft(PLAIN).dtype
+    (path / "model.safetensors").unlink()
+    torch.save(tensors, path / "pytorch_model.bin")
+    for given in ({}, {"use_safetensors": False}):
+        AutoDraftModel.from_pretrained(path, **given)
+    with pytest.raises(OSError, match=r"no weights; it should hold one of \('medusa_lm_head.safetensors', 'model.saf"):
+        AutoDraftModel.from_pretrained(path, use_safetensors=True)
+    with pytest.raises(ValueError, match=r"no draft can be read .*no weights; it should hold one of"):
+        load(path, load_target(PLAIN), use_safetensors=True)
+    places = dict.fromkeys(tensors, "pytorch_model.bin")
+    (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+    with pytest.raises(OSError, match=r"names pytorch_model\.bin, which is no safetensors file"):
+        AutoDraftModel.from_pretrained(path, use_safetensors=True)
+
+
+@pytest.mark.parametrize("name", ["config", "state_dict"])
+def test_what_the_files_say_is_no_option(name: str) -> None:
+    given = {name: getattr(load_draft(PLAIN), name)}
+    with pytest.raises(TypeError, match=f"^{name} is read from the files of .*: leave it out"):
+        AutoDraftModel.from_pretrained(GOLDENS / PLAIN / "checkpoint", **given)
+
+
 class Bomb:
     """Create a file when it is unpickled."""
 
