@@ -331,7 +331,13 @@ def check_examples(examples: Any, vocabulary: int) -> None:
         raise ValueError("the dataset is empty")
     check_columns(examples.column_names if isinstance(examples, datasets.Dataset) else examples[0])
     check_ids(*_range(examples, "input_ids"), vocabulary)
-    if _range(examples, "loss_mask")[1] < 1:
+    lowest, highest = _range(examples, "loss_mask")
+    if lowest < 0 or highest > 1:
+        raise ValueError(
+            f"loss_mask has values from {lowest} to {highest}, as labels have: write 1 for the target's own answers "
+            "and 0 elsewhere"
+        )
+    if not highest:
         raise ValueError(
             "no token of the dataset is marked as an answer in its loss_mask, so there is nothing to train on"
         )

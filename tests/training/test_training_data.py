@@ -426,6 +426,7 @@ def test_other_kinds_of_datasets_are_refused(other: Any) -> None:
         ([], "is empty"),
         ([{"input_ids": [1, 2, 3]}], r"has no \['loss_mask'\].*prepare_dataset"),
         ([{"input_ids": [1, 2, 3], "loss_mask": [0, 0, 0]}], "no token of the dataset is marked"),
+        ([{"input_ids": [1, 2, 3], "loss_mask": [-100, 2, 3]}], "loss_mask has values from -100 to 3, as labels have"),
         ([{"input_ids": [1], "loss_mask": [1]}, {"input_ids": [2, 96], "loss_mask": [1, 1]}], "from 1 to 96, but the"),
         ([{"input_ids": [-100, 3], "loss_mask": [1, 1]}], "from -100 to 3, but the target has 96 tokens"),
     ],
