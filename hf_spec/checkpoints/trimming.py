@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..drafts.files import check_held, check_pickled
 from ..drafts.modeling import DraftModel
 from ..settings import is_int
 from ..untrusted import check_ends
@@ -77,7 +78,10 @@ def read_vocabulary(file: str | os.PathLike[str]) -> list[int]:
     check_ends(path)
     try:
         if path.suffix in (".pt", ".pth", ".bin"):
+            check_pickled(path)
             found: Any = torch.load(path, weights_only=True)
+            if isinstance(found, Tensor):
+                check_held(path, {"ids": found})
         else:
             found = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:

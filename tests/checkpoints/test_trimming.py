@@ -169,6 +169,12 @@ def test_lists_of_tokens_are_read(tmp_path: Path) -> None:
             read_vocabulary(tmp_path / "ids.json")
 
 
+def test_a_list_of_tokens_that_would_grow_is_refused(tmp_path: Path) -> None:
+    torch.save(torch.zeros(1, dtype=torch.long).expand(1 << 24), tmp_path / "ids.pt")
+    with pytest.raises(OSError, match=r"ids\.pt describes tensors of 134,217,728 bytes and holds 8"):
+        read_vocabulary(tmp_path / "ids.pt")
+
+
 def test_the_command_tells_accepted_lengths(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
