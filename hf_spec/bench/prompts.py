@@ -5,14 +5,14 @@ from __future__ import annotations
 import importlib
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..scoring.plain import renders_by_code
+from ..scoring.plain import position_limit, renders_by_code
 from ..untrusted import check_ends, check_sound
 
 # What stands in published rows of SPEED-Bench whose text may not be passed on; nvidia's script puts the text there.
@@ -71,6 +71,23 @@ def read_prompts(path: str | os.PathLike[str], limit: int | None = None) -> list
     if not prompts:
         raise no_prompts(path)
     return prompts
+
+
+def check_positions(
+    model: PreTrainedModel,
+    prompts: Iterable[Sequence[int]],
+    max_new_tokens: int,
+    name: str = "the target",
+    instead: str = "leave the prompt out",
+) -> None:
+    """Raise a ValueError if ``model``, called ``name``, has no positions for a prompt, token ids, and its answer."""
+    size = position_limit(model)
+    longest = max(map(len, prompts), default=0)
+    if size is not None and longest + max_new_tokens > size:
+        raise ValueError(
+            f"a prompt has {longest} tokens, and {name} has {size} positions, too few for max_new_tokens="
+            f"{max_new_tokens} after it: ask for fewer, or {instead}"
+        )
 
 
 def no_prompts(path: str | os.PathLike[str]) -> ValueError:

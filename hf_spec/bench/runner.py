@@ -37,7 +37,7 @@ from ..scoring.plain import input_device, padded
 from ..scoring.rings import power_of_two
 from ..scoring.widths import now
 from ..settings import DEFAULT_NUM_SPECULATIVE_TOKENS, SpeculationConfig
-from .prompts import Prompt
+from .prompts import Prompt, check_positions
 from .report import OVERALL, BenchReport
 from .rounds import PLAIN, Method, Round, RoundLog, Run, figures_of
 
@@ -105,8 +105,9 @@ def run_bench(
     The answers to earlier turns of a conversation are those of plain ``generate``, for all methods. Every batch of
     prompts is kept in ``rounds_file``, and a call that was stopped resumes after the last one in it.
 
-    Errors: a ValueError for two contenders of one name or with one history, for a category called "overall", and for a
-    ``rounds_file`` of other settings or weights. Also whatever ``generate`` raises for an unfit speculator.
+    Errors: a ValueError for two contenders of one name or with one history, for a category called "overall", for a
+    prompt that leaves no positions for an answer, and for a ``rounds_file`` of other settings or weights. Also
+    whatever ``generate`` raises for an unfit speculator.
     """
     settings = settings or BenchSettings()
     if any(prompt.category == OVERALL for prompt in prompts):
@@ -114,6 +115,7 @@ def run_bench(
             f"a category is called {OVERALL!r}, which names the results over all of them: give it another name"
         )
     methods = _methods(target, contenders, settings)
+    _check_lengths(target, methods, [prompt.render([], tokenizer) for prompt in prompts], settings.max_new_tokens)
     said = asdict(settings) | {"contenders": {one.name: one.config and asdict(one.config) for one in contenders}}
     environment = _environment(target)
     weights = {"target": digest_of(target)}
@@ -139,6 +141,18 @@ def run_bench(
             for name, rounds in grouped.items()
         },
     )
+
+
+def _check_lengths(
+    target: PreTrainedModel, methods: Sequence[Method], rows: Sequence[Sequence[int]], max_new_tokens: int
+) -> None:
+    """Raise a ValueError if texts after ``rows`` may be longer than the target, or an assistant, has positions."""
+    check_positions(target, rows, max_new_tokens)
+    for method in methods:
+        if method.chain_length is not None and isinstance(method.draft, PreTrainedModel):
+            # Ours decode plainly beyond the positions of a draft. transformers' own fail there.
+            name = f"the draft of {method.name!r}, by which transformers cannot go on after them,"
+            check_positions(method.draft, rows, max_new_tokens, name, "measure no baselines")
 
 
 def _learns_into(speculator: Any) -> Any:
@@ -228,6 +242,7 @@ class _Bench:
         answers: dict[int, list[str]] = {number: [] for number in range(len(prompts))}
         while asking := [number for number, given in answers.items() if len(given) < len(prompts[number].turns)]:
             rows = [prompts[number].render(answers[number], self.tokenizer) for number in asking]
+            _check_lengths(self.target, self.methods, rows, self.settings.max_new_tokens)
             inputs = padded(rows, self._pad, input_device(self.target))
             found = self._log.next()
             if found is None:

@@ -19,8 +19,11 @@ from transformers import PreTrainedModel
 
 from ..checkpoints.resolve import as_speculator
 from ..drafts.base import AcceptedTokens, DraftContext, Drafter, Speculator
+from ..drafts.ngram.speculator import NgramSpeculator
+from ..drafts.plain.speculator import PlainSpeculator
 from ..proposal import Proposal
 from ..settings import SpeculationConfig
+from .prompts import check_positions
 
 Tree = list[tuple[int, ...]]
 
@@ -69,9 +72,12 @@ def rank_accuracies(
     ``prompts`` are token ids, (1, length) each. At depth d only positions count at which all earlier tokens were right
     with ranks below ``ranks``. Depths that the draft never reached are dropped.
 
-    Errors: ValueError if the draft does not rank tokens, as n-grams do not, and what ``generate`` raises.
+    Errors: ValueError if the draft does not rank tokens, as n-grams do not, or if a prompt leaves no positions for an
+    answer, and what ``generate`` raises.
     """
     probe = _Probe(as_speculator(speculator, target), ranks)
+    refuse_unranked(probe.inner)
+    check_positions(target, (ids[0].tolist() for ids in prompts), max_new_tokens)
     options = {"max_new_tokens": max_new_tokens, "do_sample": False, "pad_token_id": 0}
     generate: Any = target.generate  # of a mixin that the type does not know
     for ids in prompts:
@@ -80,11 +86,21 @@ def rank_accuracies(
         config = SpeculationConfig(num_speculative_tokens=depth)
         generate(**inputs, **options, speculator=probe, speculation_config=config)
     if not probe.tried:
-        raise ValueError(
-            f"{type(probe.inner).__name__} does not rank draft tokens, so no static tree can be searched for; "
-            "use a draft with weights"
-        )
+        raise _unranked(probe.inner)
     return [[right / tried for right in row] for tried, row in zip(probe.tried, probe.right, strict=True)]
+
+
+def refuse_unranked(speculator: Speculator) -> None:
+    """Raise a ValueError for a draft that ranks no tokens, as far as its kind says."""
+    if isinstance(speculator, NgramSpeculator | PlainSpeculator):
+        raise _unranked(speculator)
+
+
+def _unranked(speculator: Speculator) -> ValueError:
+    return ValueError(
+        f"{type(speculator).__name__} does not rank draft tokens, so no static tree can be searched for; use a draft "
+        "with weights"
+    )
 
 
 class _Probe(Speculator):

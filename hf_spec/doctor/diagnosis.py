@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..bench.prompts import Prompt
+from ..bench.prompts import Prompt, check_positions
 from ..checkpoints.known import hub_id, share_a_name
 from ..checkpoints.resolve import MOST_IN_COMMON, as_speculator, common_tokens
 from ..configuration import another_target
@@ -99,8 +99,9 @@ def diagnose(
 
     ``progress`` draws a bar for the answers, and one for the changes that are tried.
 
-    Errors: a TypeError for other prompts than those of ``hf_spec.bench.read_prompts``, a ValueError for none of them
-    or for a draft that cannot be examined, and what ``generate`` raises.
+    Errors: a TypeError for other prompts than those of ``hf_spec.bench.read_prompts``, a ValueError for none of them,
+    for one that leaves no positions for an answer, or for a draft that cannot be examined, and what ``generate``
+    raises.
     """
     _check_prompts(prompts)
     found = as_speculator(speculator, target)
@@ -111,6 +112,7 @@ def diagnose(
     asked = found.defaults().num_speculative_tokens
     depth = asked if isinstance(asked, int) else DEFAULT_NUM_SPECULATIVE_TOKENS
     asked_for = [prompt.render([], tokenizer) for prompt in prompts]
+    check_positions(target, asked_for, max_new_tokens)
     with Progress("Answering", len(asked_for), "prompts", progress) as bar:
         answers = answered(target, found, asked_for, depth, max_new_tokens, bar.update)
     survived = [survival(target, draft, answer, depth) for answer in answers]
@@ -121,7 +123,7 @@ def diagnose(
     findings = [*sorted(findings, key=lambda one: -one.gain)[:1], *case.hints()]
     measured, expected = case.measured(), case.expected()
     findings.sort(key=lambda one: -one.gain)
-    if not any(finding.explains for finding in findings):
+    if measured and not any(finding.explains for finding in findings):  # else no draft token was tried at all
         names, rest = ([one for one in findings if (one.cause == ANOTHER) == is_name] for is_name in (True, False))
         well = sum(measured) >= GOOD_ACCEPTANCE * len(measured)
         findings = [] if well else [*names, case.nothing_else(), *rest]
@@ -311,6 +313,10 @@ class _Case:
             return
         asked = [replace(prompt, chat=True).render([], self.tokenizer) for prompt in raw]
         new = max(len(answer.row.tokens) for answer in self.answers)
+        try:
+            check_positions(self.target, asked, new)
+        except ValueError:  # the template's own tokens take the positions of an answer
+            return
         again = answered(self.target, self.speculator, asked, self.survived[0].shape[1], new)
         before = [answer for answer, prompt in zip(self.answers, self.prompts, strict=True) if not prompt.chat]
         was, now = _tau(before), _tau(again)

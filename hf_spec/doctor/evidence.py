@@ -14,7 +14,7 @@ from ..drafts.base import Speculator
 from ..drafts.modeling import DraftModel
 from ..metrics import RowStats, SpeculationStats
 from ..scoring.features import Features
-from ..scoring.plain import input_device
+from ..scoring.plain import input_device, position_limit
 from ..settings import SpeculationConfig
 from ..unroll.feedback import UnrollInput
 
@@ -89,8 +89,9 @@ def survival(target: PreTrainedModel, draft: Any, answer: Answer, depth: int) ->
 def _draft_tokens(target: PreTrainedModel, draft: Any, answer: Answer, depth: int) -> list[Tensor]:
     """Return for each step the draft token for a root at each position of the text: (length,) target ids or -1."""
     ids = answer.ids
-    if not isinstance(draft, DraftModel):  # a language model predicts at every position
-        best = draft(ids.to(draft.device)).logits[0].argmax(-1)
+    if not isinstance(draft, DraftModel):  # a language model predicts at every position that it has
+        best = draft(ids[:, : position_limit(draft)].to(draft.device)).logits[0].argmax(-1)
+        best = torch.cat([best, best.new_full((ids.shape[1] - len(best),), -1)])
         return [torch.cat([best[step:], best.new_full((step,), -1)]) for step in range(depth)]
     anchors = torch.zeros_like(ids, dtype=torch.bool)
     anchors[:, answer.start - 1 : -1] = True

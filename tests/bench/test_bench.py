@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch._dynamo.utils import counters
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 from twins import by_code
 
 import hf_spec
@@ -23,6 +23,7 @@ from hf_spec.bench import (
     Figures,
     Prompt,
     import_pyplot,
+    rank_accuracies,
     read_prompts,
     run_bench,
 )
@@ -392,6 +393,44 @@ def test_a_draft_of_another_vocabulary_is_refused_before_anything_runs(target, t
     with ForwardClock([target]) as clock, pytest.raises(ValueError, match="vocabulary"):
         bench(target, tokenizer, [Contender("other", other)])
     assert clock.calls == [0]
+
+
+@pytest.fixture(scope="module")
+def table() -> GPT2LMHeadModel:
+    """Return a target with a table of 32 positions."""
+    torch.manual_seed(0)
+    sizes = {"n_positions": 32, "n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 2048}
+    return GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=1, eos_token_id=2)).eval()
+
+
+def test_prompts_that_leave_no_positions_are_refused_before_anything_runs(table, tokenizer):
+    long = Prompt(("One day a dog ran to the park. " * 3,), chat=False)
+    settings = BenchSettings(max_new_tokens=24, baselines=False)
+    with ForwardClock([table]) as clock:
+        with pytest.raises(ValueError, match="the target has 32 positions, too few for max_new_tokens=24"):
+            run_bench(table, tokenizer, [STORY, long], [], settings)
+        with pytest.raises(ValueError, match="too few for max_new_tokens=24"):
+            rank_accuracies(table, [torch.ones(1, 9, dtype=torch.long)], table, 2, max_new_tokens=24)
+    assert clock.calls == [0]
+    assert run_bench(table, tokenizer, [STORY], [], settings).overall["plain"].rows == 1
+
+
+def test_an_assistant_with_too_few_positions_is_refused_before_anything_runs(target, table, tokenizer):
+    """It would end in an error of transformers. Our own methods decode plainly beyond its positions."""
+    contenders, options = [Contender("small", table, CHAIN)], {"max_new_tokens": 40, "warmup": 0}
+    with (
+        ForwardClock([target]) as clock,
+        pytest.raises(ValueError, match=r"draft of 'assisted: small'.* no baselines"),
+    ):
+        run_bench(target, tokenizer, [STORY], contenders, BenchSettings(**options))
+    assert clock.calls == [0]
+    report = run_bench(target, tokenizer, [STORY], contenders, BenchSettings(**options, baselines=False))
+    assert report.overall["small"].differing_rows == 0
+
+
+def test_a_turn_that_leaves_no_positions_is_refused(table, tokenizer):
+    with pytest.raises(ValueError, match="too few for max_new_tokens=16"):
+        run_bench(table, tokenizer, [TALK], [], BenchSettings(max_new_tokens=16, baselines=False))
 
 
 # -- going on, and how sure figures are -------------------------------------------------------------------------------

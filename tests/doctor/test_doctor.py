@@ -11,7 +11,14 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GPT2Config,
+    GPT2LMHeadModel,
+    PreTrainedModel,
+)
 
 from hf_spec import Eagle3SpeculatorConfig, cli, demo
 from hf_spec.bench import Prompt
@@ -228,6 +235,31 @@ def test_prompts_beyond_the_positions_of_the_draft_leave_nothing_to_compare(targ
     draft.config.layers.max_position_embeddings = 3
     (limit,) = (one for one in examine(target, draft).findings if one.cause == "position limit")
     assert limit.evidence.endswith("the draft is made for 3") and limit.gain == 0
+
+
+def gpt2(positions: int) -> GPT2LMHeadModel:
+    """Return a language model with a table of ``positions`` and the demo's tokens."""
+    sizes = {"n_positions": positions, "n_embd": 32, "n_layer": 1, "n_head": 2, "vocab_size": 2048}
+    return GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=1, eos_token_id=2)).eval()
+
+
+def test_a_language_model_proposes_nothing_beyond_its_table_of_positions(
+    target: PreTrainedModel, tmp_path: Path
+) -> None:
+    gpt2(24).save_pretrained(tmp_path)
+    TOKENIZER.save_pretrained(tmp_path)
+    draft = AutoModelForCausalLM.from_pretrained(tmp_path)
+    short = [Prompt(("Once upon a time",), chat=False)]
+    for prompts, depth in ((PROMPTS[:2], 0), (short, 5)):
+        found = examine(target, draft, prompts)
+        (limit,) = (one for one in found.findings if one.cause == "position limit")
+        assert "the draft is made for 24" in limit.evidence
+        assert len(found.measured) == depth
+
+
+def test_prompts_that_leave_the_target_no_positions_are_refused() -> None:
+    with pytest.raises(ValueError, match=f"has 32 positions, too few for max_new_tokens={NEW} after it"):
+        examine(gpt2(32), gpt2(64))
 
 
 def with_other_tokenizer(folder: Path) -> None:
