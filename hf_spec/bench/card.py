@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard
+from yaml import YAMLError  # type: ignore[import-untyped]
 
 from ..whole_files import write_files
 from .report import COLUMNS, BenchReport
@@ -22,8 +23,7 @@ def add_to_card(report: BenchReport, path: str | os.PathLike[str]) -> None:
 
     They go into a table, by category of prompts, and into the metadata that the Hub reads (``model-index``).
     """
-    content = Path(path).read_text(encoding="utf-8")
-    card = ModelCard(content, ignore_metadata_errors=False)
+    card = read_card(path)
     methods = list(report.settings["contenders"])
     card.text = f"{SECTION.sub('', card.text).rstrip()}\n\n{_section(report, methods)}"
     data: Any = card.data
@@ -44,6 +44,17 @@ def add_to_card(report: BenchReport, path: str | os.PathLike[str]) -> None:
         if (length := figures[method].mean_accepted_length) is not None
     ]
     write_files({Path(path).name: str(card)}, Path(path).parent)
+
+
+def read_card(path: str | os.PathLike[str]) -> ModelCard:
+    """Read the model card at ``path``. Errors: a ValueError for metadata that cannot be read, those of reading it."""
+    try:
+        return ModelCard(Path(path).read_text(encoding="utf-8"), ignore_metadata_errors=False)
+    except (ValueError, TypeError, YAMLError) as error:
+        raise ValueError(
+            f"the model card {path} cannot be read, so figures cannot be added to it ({error}): mend what stands "
+            "between its lines ---"
+        ) from error
 
 
 def _section(report: BenchReport, methods: list[str]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import sys
 from collections import Counter
@@ -29,6 +30,7 @@ from .common import (
     temperature_of,
     tree_of,
     writable,
+    write_result,
 )
 
 if TYPE_CHECKING:
@@ -96,11 +98,14 @@ def _bench(args: argparse.Namespace) -> None:
             f"--card {args.card} is not the card of {draft}, which is measured: name {draft / 'README.md'}"
         )
     from ..bench import import_pyplot, read_prompts, run_bench
+    from ..bench.card import read_card
     from .loading import WITH_HISTORY, load_models, pack_models
 
     prompts = read_prompts(args.prompts, args.limit)
     if args.png:
         import_pyplot()
+    if args.card:
+        read_card(args.card)
     shapes = ["chain"] if budgets else args.tree
     target, tokenizer, drafts = load_models(
         args.model,
@@ -130,9 +135,11 @@ def _bench(args: argparse.Namespace) -> None:
         contenders = numbered(contenders)
     options = {"progress": sys.stderr.isatty(), "rounds_file": args.rounds}
     report = run_bench(target, tokenizer, prompts, contenders, _settings(args), **options)
-    _print(report, args)
-    if expected:
-        _print_trees(report, contenders, expected, args.save_tree)
+    with contextlib.ExitStack() as rest:  # none of it loses the others: the measurement may have taken hours
+        if expected:
+            rest.callback(_print_trees, report, contenders, expected, args.save_tree)
+        rest.callback(_print_tables, report)
+        _write_files(rest, report, args)
 
 
 def _settings(args: argparse.Namespace) -> BenchSettings:
@@ -170,22 +177,23 @@ def numbered(contenders: Sequence[Contender]) -> list[Contender]:
     return found
 
 
-def _print(report: BenchReport, args: argparse.Namespace) -> None:
-    """Write the files that were asked for, and print the tables."""
+def _write_files(rest: contextlib.ExitStack, report: BenchReport, args: argparse.Namespace) -> None:
+    """Let ``rest`` write the files that were asked for."""
     from ..bench import add_to_card
 
-    try:  # neither loses the other: the measurement may have taken hours
-        if args.json:
-            args.json.write_text(json.dumps(report.to_dict(), indent=2) + "\n", encoding="utf-8")
-        if args.png:
-            report.plot(args.png)
-        if args.card:
-            add_to_card(report, args.card)
-    finally:
-        for category in report.figures:
-            print(f"{category}\n{report.table(category)}\n")
-        if note := report.note():
-            print(f"{note}\n")
+    if args.card:
+        rest.callback(add_to_card, report, args.card)
+    if args.png:
+        rest.callback(report.plot, args.png)
+    if args.json:
+        rest.callback(write_result, args.json, json.dumps(report.to_dict(), indent=2) + "\n")
+
+
+def _print_tables(report: BenchReport) -> None:
+    for category in report.figures:
+        print(f"{category}\n{report.table(category)}\n")
+    if note := report.note():
+        print(f"{note}\n")
 
 
 # -- trees to search for ----------------------------------------------------------------------------------------------
@@ -255,7 +263,7 @@ def _print_trees(
     text = json.dumps(trees[best])
     try:
         if path:
-            path.write_text(text + "\n", encoding="utf-8")
+            write_result(path, text + "\n")
     finally:
         for name, length in expected.items():
             print(f"{name}: expected τ {length:.2f}, measured {report.overall[name].mean_accepted_length:.2f}")

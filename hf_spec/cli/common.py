@@ -252,6 +252,16 @@ def writable(text: str) -> Path:
     return path
 
 
+def write_result(path: Path, text: str) -> None:
+    """Write ``text`` to the file at ``path``. Errors: an OSError that names it; half of it is not left there."""
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        if path.is_file():
+            path.unlink()
+        raise OSError(f"{path} could not be written ({error.strerror}), and is lost") from error
+
+
 def check_outputs(args: argparse.Namespace, outputs: Sequence[str], inputs: Sequence[str]) -> None:
     """Raise a ValueError if two options name one file, and one of ``outputs`` would write over what is in it."""
     taken: dict[Path, str] = {}

@@ -464,6 +464,24 @@ def test_no_output_is_written_over_an_input(tmp_path, capsys, command, problem):
     assert places["file"].read_text(encoding="utf-8") == '{"prompt": "a"}\n'
 
 
+def test_a_result_that_cannot_be_written_loses_no_other_one(models, prompts, tmp_path, capsys):
+    """No half of it is left either."""
+    resource = pytest.importorskip("resource")
+    files = {name: tmp_path / f"{name}.json" for name in ("json", "save-tree")}
+    options = ["--max-new-tokens", "4", "--no-baselines", "--warmup", "0", "--search-tree", "2", "--prompts", prompts]
+    options += [word for name, path in files.items() for word in (f"--{name}", str(path))]
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
+    try:
+        assert main(["bench", models["target"], "--draft", models["twin"], *options]) == 1
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    said = capsys.readouterr()
+    assert f"hf-spec: {files['json']} could not be written (File too large), and is lost" in said.err
+    assert not files["json"].exists()
+    assert "twin tree of 2" in said.out and tree_of(str(files["save-tree"])) == [[0], [0, 0]]
+
+
 @pytest.mark.parametrize("name", ["", " ", "history+"])
 @pytest.mark.parametrize(
     "command",
@@ -505,6 +523,7 @@ def test_prepare_counts_from_one(option, capsys):
         ("generate {target} --speculator ngram --prompt x --tree [[0]] --tree-topk 5", "and this is a static tree: a"),
         ("bench {target} --prompts {prompts} --num-tree-tokens 5", "--num-tree-tokens is for a tree that grows with"),
         ("bench {target} --prompts {prompts} --search-tree 4", "does not rank draft tokens"),
+        ("bench {target} --prompts {prompts} --card {card}", "the model card {card} cannot be read"),
         ("bench {target} --prompts {prompts} --draft nowhere/draft", "no draft can be read at 'nowhere/draft'"),
         ("generate {target} --speculator /nowhere --prompt x", "no draft can be read at '/nowhere'"),
         ("generate {target} --speculator {empty} --prompt x", "no draft can be read at"),
@@ -546,9 +565,10 @@ def test_prepare_counts_from_one(option, capsys):
 def test_errors_are_one_message_and_no_traceback(models, prompts, tmp_path, capsys, command, problem):
     (tmp_path / "empty").mkdir()
     (tmp_path / "bad").write_text('{"prompt": "a"}\n{"prompt": 1}', encoding="utf-8")
+    (tmp_path / "card").write_text("---\nlicense: [a\n---\n", encoding="utf-8")
     (tmp_path / "latin").write_bytes('{"prompt": "a"}\n{"prompt": "é"}'.encode("latin-1"))
     places = {"target": models["target"], "prompts": prompts, "eagle": EAGLE, "demo": demo.path("draft-eagle3")}
-    places |= {name: tmp_path / name for name in ("empty", "bad", "latin", "cut", "mute")}
+    places |= {name: tmp_path / name for name in ("empty", "bad", "card", "latin", "cut", "mute")}
     for name in ("cut", "mute"):
         shutil.copytree(models["target"], places[name])
     os.truncate(places["cut"] / "model.safetensors", 1000)
