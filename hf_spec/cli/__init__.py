@@ -41,18 +41,45 @@ INTERRUPTED, PIPE_CLOSED = 130, 141  # exit statuses as shells give them: 128 an
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run ``hf-spec`` with ``argv``, the process's own arguments by default, and return its exit status."""
+    """Run ``hf-spec`` with ``argv``, the process's own arguments by default, and return its exit status.
+
+    Errors: a SystemExit for wrong arguments, after help, and if the output cannot be written.
+    """
+    _open_closed()
     _escape_unwritable()
     try:
         try:
             return _run(_parse(argv))
         finally:
-            sys.stdout.flush()
+            _flush()
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:  # the reader of the output, such as head, has gone
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python's flush at exit would fail again
+        _drop_output()
         return PIPE_CLOSED
+
+
+def _open_closed() -> None:
+    """Open the streams that the caller has closed, as by ``>&-``: Python has None in their place."""
+    for name, mode in {"stdin": "r", "stdout": "w", "stderr": "w"}.items():
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115  # as long as the process
+
+
+def _flush() -> None:
+    """Write what is left of the output. Errors: a SystemExit if that fails, for example on a full disk."""
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        _drop_output()
+        raise SystemExit(f"hf-spec: the output could not be written, or not all of it: {error.strerror}") from error
+
+
+def _drop_output() -> None:
+    """Send what is left of the output nowhere, or Python's flush at exit would fail again."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _escape_unwritable() -> None:

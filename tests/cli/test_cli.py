@@ -736,6 +736,26 @@ def test_progress_bars_are_for_terminals(models, prompts):
 
 
 # -- what is told while a command runs --------------------------------------------------------------------------------
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+@pytest.mark.parametrize("argv", [["--help"], ["inspect", str(EAGLE)]])
+def test_output_to_a_full_disk_is_told_without_a_traceback(argv, monkeypatch):
+    monkeypatch.setenv("PYTHONUNBUFFERED", "")  # else argparse loses the help without a word
+    with open("/dev/full", "w") as full:
+        running = process("sys.exit(main())", *argv, stdout=full)
+    expected = "hf-spec: the output could not be written, or not all of it: No space left on device\n"
+    assert running.communicate(timeout=60)[1] == expected
+    assert running.returncode == 1
+
+
+@pytest.mark.parametrize("argv", [["inspect", str(EAGLE)], ["generate", "no-model"]])
+def test_streams_that_are_closed_end_no_command(argv):
+    """Python has None for streams that the shell closes, as by >&-."""
+    code = "sys.stdin = sys.stdout = None; os.close(0); os.close(1); sys.exit(main())"
+    running = process(f"import os; {code}", *argv, stdout=subprocess.PIPE)
+    err = running.communicate(timeout=60)[1]
+    assert (running.returncode, err) == (0, "") if argv[0] == "inspect" else "the prompt is empty" in err
+
+
 
 
 @pytest.mark.parametrize(
