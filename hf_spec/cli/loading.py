@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils.peft_utils import find_adapter_config_file
 
 from ..checkpoints.files import looking_for
 from ..checkpoints.language_models import load_decoder, loader_of
@@ -73,10 +75,19 @@ def outline_of(target: str) -> PreTrainedModel:
 def config_of(target: str) -> Any:
     """Return the config of a target.
 
-    Errors: a FileNotFoundError if there is nothing at ``target``, or if it is a draft.
+    Errors: a FileNotFoundError if there is nothing at ``target``, or if it is a draft or an adapter.
     """
     with looking_for(target, "the target"):
-        config = AutoConfig.from_pretrained(target)
+        try:
+            config = AutoConfig.from_pretrained(target)
+        except (OSError, ValueError) as error:
+            if _is_adapter(target):
+                raise FileNotFoundError(
+                    f"the target {target!r} holds an adapter of PEFT and no model: merge it into its model, and pass "
+                    f"what is written: PeftModel.from_pretrained(model, {target!r}).merge_and_unload()"
+                    ".save_pretrained(DIRECTORY)"
+                ) from error
+            raise
     if isinstance(config, SpeculatorConfig):
         raise FileNotFoundError(
             f"the target {target!r} is a draft, which drafts for a language model: pass it as --speculator, and that "
@@ -88,6 +99,13 @@ def config_of(target: str) -> Any:
             "generate(..., speculator=...) in Python"
         )
     return config
+
+
+def _is_adapter(target: str) -> bool:
+    """Tell whether there is an adapter of PEFT at ``target``."""
+    with contextlib.suppress(OSError, ValueError):  # nothing is there, or the Hub cannot be reached
+        return find_adapter_config_file(target) is not None
+    return False
 
 
 def load_drafts(

@@ -544,6 +544,8 @@ def test_prepare_counts_from_one(option, capsys):
         ("inspect nowhere/draft", "'nowhere/draft' is not found: there is no such directory, and it was not downl"),
         ("convert {eagle} {empty} --verifier org/not!", "verifier is 'org/not!', which is neither a name on the Hub"),
         ("generate {demo} --speculator ngram --prompt x", "is a draft, which drafts for a language model: pass it"),
+        ("generate {adapter} --prompt x", "'{adapter}' holds an adapter of PEFT and no model: merge it"),
+        ("bench {adapter} --prompts {prompts}", "'{adapter}' holds an adapter of PEFT and no model: merge it"),
         ("prepare {prompts} {empty} --target {demo}", "is a draft, which drafts for a language model: pass it"),
         ("generate {bad} --speculator ngram --prompt x", "bad' is a file; pass the directory of a model"),
         ("generate {target} --speculator {bad} --prompt x", "bad' is a file; pass the directory of a model"),
@@ -568,7 +570,9 @@ def test_errors_are_one_message_and_no_traceback(models, prompts, tmp_path, caps
     (tmp_path / "card").write_text("---\nlicense: [a\n---\n", encoding="utf-8")
     (tmp_path / "latin").write_bytes('{"prompt": "a"}\n{"prompt": "é"}'.encode("latin-1"))
     places = {"target": models["target"], "prompts": prompts, "eagle": EAGLE, "demo": demo.path("draft-eagle3")}
-    places |= {name: tmp_path / name for name in ("empty", "bad", "card", "latin", "cut", "mute")}
+    places |= {name: tmp_path / name for name in ("empty", "bad", "card", "latin", "cut", "mute", "adapter")}
+    places["adapter"].mkdir()
+    (places["adapter"] / "adapter_config.json").write_text('{"peft_type": "LORA"}', encoding="utf-8")
     for name in ("cut", "mute"):
         shutil.copytree(models["target"], places[name])
     os.truncate(places["cut"] / "model.safetensors", 1000)
