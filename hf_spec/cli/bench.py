@@ -99,28 +99,22 @@ def _bench(args: argparse.Namespace) -> None:
         )
     from ..bench import import_pyplot, read_prompts, run_bench
     from ..bench.card import read_card
-    from .loading import WITH_HISTORY, load_models, pack_models
+    from .loading import load_models, pack_models
 
     prompts = read_prompts(args.prompts, args.limit)
     if args.png:
         import_pyplot()
     if args.card:
         read_card(args.card)
-    shapes = ["chain"] if budgets else args.tree
     target, tokenizer, drafts = load_models(
         args.model,
         dict.fromkeys(args.draft),
         args.dtype,
         args.device,
-        lambda draft: [configured(draft, args, shape) for shape in shapes],
+        lambda draft: _settings_of(draft, args, budgets),
     )
     pack_models(args, target, *drafts.values())
-    names = [
-        WITH_HISTORY * name.startswith(WITH_HISTORY) + Path(name.removeprefix(WITH_HISTORY)).name
-        for name in args.draft
-    ]
-    names = names if len(set(names)) == len(names) else args.draft
-    speculators = {name: drafts[draft] for name, draft in zip(names, args.draft, strict=True)}
+    speculators = {name: drafts[draft] for name, draft in zip(_names(args.draft), args.draft, strict=True)}
     contenders: list[Contender] = []
     expected: dict[str, float] = {}
     if budgets:
@@ -140,6 +134,27 @@ def _bench(args: argparse.Namespace) -> None:
             rest.callback(_print_trees, report, contenders, expected, args.save_tree)
         rest.callback(_print_tables, report)
         _write_files(rest, report, args)
+
+
+def _settings_of(draft: Speculator, args: argparse.Namespace, budgets: Sequence[int]) -> list[SpeculationConfig]:
+    """List the settings that ``draft`` is measured with. Errors: a ValueError if it cannot have the trees searched."""
+    from ..bench.tree_search import refuse_unranked
+
+    if budgets:
+        refuse_unranked(draft)
+    return [configured(draft, args, shape) for shape in (["chain"] if budgets else args.tree)]
+
+
+def _names(drafts: Sequence[str]) -> Sequence[str]:
+    """Name drafts by the last part of their paths, or as they are given if two would have one name."""
+    from .loading import WITH_HISTORY
+
+    names = []
+    for draft in drafts:
+        path = Path(draft.removeprefix(WITH_HISTORY))
+        name = path.name if path.name not in ("", "..") else path.resolve().name  # ".": the directory one is in
+        names.append(WITH_HISTORY * draft.startswith(WITH_HISTORY) + name)
+    return names if len(set(names)) == len(names) else drafts
 
 
 def _settings(args: argparse.Namespace) -> BenchSettings:
@@ -205,6 +220,8 @@ def _budgets(args: argparse.Namespace) -> Sequence[int]:
         if args.save_tree:
             raise ValueError("--save-tree writes what --search-tree finds; add it")
         return ()
+    if args.tree != [None]:
+        raise ValueError("--search-tree finds the trees that are measured, and --tree names them: pass one of them")
     return args.search_tree or BUDGETS
 
 

@@ -31,6 +31,7 @@ from transformers import (
 import hf_spec
 from hf_spec import HybridSpeculator, SpeculationConfig, cli, demo
 from hf_spec.cli import main
+from hf_spec.cli.bench import _names
 from hf_spec.cli.common import length_of, resume_hint, tree_of
 from hf_spec.cli.demo import highlighted
 from hf_spec.cli.loading import load_models, load_speculator, unloaded
@@ -482,6 +483,23 @@ def test_a_result_that_cannot_be_written_loses_no_other_one(models, prompts, tmp
     assert "twin tree of 2" in said.out and tree_of(str(files["save-tree"])) == [[0], [0, 0]]
 
 
+@pytest.mark.parametrize(
+    ("drafts", "names"),
+    [
+        (["."], ["here"]),
+        (["history+."], ["history+here"]),
+        ([".."], ["above"]),
+        (["ngram", "org/draft", "history+org/draft"], ["ngram", "draft", "history+draft"]),
+        (["a/draft", "b/draft"], ["a/draft", "b/draft"]),
+    ],
+)
+def test_drafts_are_named_by_their_directories(drafts, names, tmp_path, monkeypatch):
+    place = tmp_path / "above" / "here"
+    place.mkdir(parents=True)
+    monkeypatch.chdir(place)
+    assert _names(drafts) == names
+
+
 @pytest.mark.parametrize("name", ["", " ", "history+"])
 @pytest.mark.parametrize(
     "command",
@@ -523,7 +541,10 @@ def test_prepare_counts_from_one(option, capsys):
         ("generate {target} --speculator ngram --prompt x --tree [[0]] --tree-topk 5", "and this is a static tree: a"),
         ("bench {target} --prompts {prompts} --num-tree-tokens 5", "--num-tree-tokens is for a tree that grows with"),
         ("bench {target} --prompts {prompts} --search-tree 4", "does not rank draft tokens"),
+        ("bench {target} --prompts {prompts} --search-tree 4 --tree dynamic", "--tree names them: pass one of them"),
         ("bench {target} --prompts {prompts} --card {card}", "the model card {card} cannot be read"),
+        ("generate {adapter} --prompt x", "'{adapter}' holds an adapter of PEFT and no model: merge it"),
+        ("bench {adapter} --prompts {prompts}", "'{adapter}' holds an adapter of PEFT and no model: merge it"),
         ("bench {target} --prompts {prompts} --draft nowhere/draft", "no draft can be read at 'nowhere/draft'"),
         ("generate {target} --speculator /nowhere --prompt x", "no draft can be read at '/nowhere'"),
         ("generate {target} --speculator {empty} --prompt x", "no draft can be read at"),
@@ -544,8 +565,6 @@ def test_prepare_counts_from_one(option, capsys):
         ("inspect nowhere/draft", "'nowhere/draft' is not found: there is no such directory, and it was not downl"),
         ("convert {eagle} {empty} --verifier org/not!", "verifier is 'org/not!', which is neither a name on the Hub"),
         ("generate {demo} --speculator ngram --prompt x", "is a draft, which drafts for a language model: pass it"),
-        ("generate {adapter} --prompt x", "'{adapter}' holds an adapter of PEFT and no model: merge it"),
-        ("bench {adapter} --prompts {prompts}", "'{adapter}' holds an adapter of PEFT and no model: merge it"),
         ("prepare {prompts} {empty} --target {demo}", "is a draft, which drafts for a language model: pass it"),
         ("generate {bad} --speculator ngram --prompt x", "bad' is a file; pass the directory of a model"),
         ("generate {target} --speculator {bad} --prompt x", "bad' is a file; pass the directory of a model"),
@@ -607,6 +626,15 @@ def test_a_wrong_draft_is_told_before_the_target_is_read(models, prompts, tmp_pa
     assert problem in capsys.readouterr().err
     assert main([*command.format(target=tmp_path, prompts=prompts).split(), models["twin"]]) == 1
     assert "model.safetensors" in capsys.readouterr().err
+
+
+def test_what_ranks_no_tokens_is_told_before_the_target_is_read(models, prompts, tmp_path, capsys):
+    """The target has no weights at all here."""
+    for file in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / file).write_bytes((Path(models["target"]) / file).read_bytes())
+    for draft in ("ngram", "history", "plain"):
+        assert main(["bench", str(tmp_path), "--prompts", prompts, "--draft", draft, "--search-tree"]) == 1
+        assert "does not rank draft tokens" in capsys.readouterr().err
 
 
 def test_inspect_counts_small_drafts_too(capsys):
@@ -707,6 +735,26 @@ def test_a_reader_that_goes_away_ends_the_command_without_a_traceback(argv):
     assert running.returncode in ((0, 141) if argv == ["--help"] else (141,))  # argparse may not mind
 
 
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+@pytest.mark.parametrize("argv", [["--help"], ["inspect", str(EAGLE)]])
+def test_output_to_a_full_disk_is_told_without_a_traceback(argv, monkeypatch):
+    monkeypatch.setenv("PYTHONUNBUFFERED", "")  # else argparse loses the help without a word
+    with open("/dev/full", "w") as full:
+        running = process("sys.exit(main())", *argv, stdout=full)
+    expected = "hf-spec: the output could not be written, or not all of it: No space left on device\n"
+    assert running.communicate(timeout=60)[1] == expected
+    assert running.returncode == 1
+
+
+@pytest.mark.parametrize("argv", [["inspect", str(EAGLE)], ["generate", "no-model"]])
+def test_streams_that_are_closed_end_no_command(argv):
+    """Python has None for streams that the shell closes, as by >&-."""
+    code = "sys.stdin = sys.stdout = None; os.close(0); os.close(1); sys.exit(main())"
+    running = process(f"import os; {code}", *argv, stdout=subprocess.PIPE)
+    err = running.communicate(timeout=60)[1]
+    assert (running.returncode, err) == (0, "") if argv[0] == "inspect" else "the prompt is empty" in err
+
+
 def test_an_interrupt_while_importing_is_no_traceback():
     code = """
 class Interrupt:
@@ -740,26 +788,6 @@ def test_progress_bars_are_for_terminals(models, prompts):
 
 
 # -- what is told while a command runs --------------------------------------------------------------------------------
-@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
-@pytest.mark.parametrize("argv", [["--help"], ["inspect", str(EAGLE)]])
-def test_output_to_a_full_disk_is_told_without_a_traceback(argv, monkeypatch):
-    monkeypatch.setenv("PYTHONUNBUFFERED", "")  # else argparse loses the help without a word
-    with open("/dev/full", "w") as full:
-        running = process("sys.exit(main())", *argv, stdout=full)
-    expected = "hf-spec: the output could not be written, or not all of it: No space left on device\n"
-    assert running.communicate(timeout=60)[1] == expected
-    assert running.returncode == 1
-
-
-@pytest.mark.parametrize("argv", [["inspect", str(EAGLE)], ["generate", "no-model"]])
-def test_streams_that_are_closed_end_no_command(argv):
-    """Python has None for streams that the shell closes, as by >&-."""
-    code = "sys.stdin = sys.stdout = None; os.close(0); os.close(1); sys.exit(main())"
-    running = process(f"import os; {code}", *argv, stdout=subprocess.PIPE)
-    err = running.communicate(timeout=60)[1]
-    assert (running.returncode, err) == (0, "") if argv[0] == "inspect" else "the prompt is empty" in err
-
-
 
 
 @pytest.mark.parametrize(
