@@ -22,12 +22,15 @@ def write_files(files: dict[str, str], folder: str | os.PathLike[str]) -> None:
         os.replace(partial, path)
 
 
-def append_answers(path: Path, lines: Sequence[dict[str, Any]]) -> None:
-    """Append JSON ``lines`` to the file of answers at ``path``. Errors: an OSError that says that it stays usable."""
+def append_answers(path: Path, lines: Sequence[dict[str, Any]], what: str = "answers") -> None:
+    """Append JSON ``lines`` to the file at ``path``, which holds ``what``.
+
+    Errors: an OSError that says that the file stays usable.
+    """
     try:
         with path.open("a", encoding="utf-8", newline="\n") as file:
             file.writelines(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
     except OSError as error:
         raise OSError(
-            error.errno, f"{error.strerror}: {path}. The answers in it are kept: free some space and repeat the call"
+            error.errno, f"{error.strerror}: {path}. The {what} in it are kept: free some space and repeat the call"
         ) from error

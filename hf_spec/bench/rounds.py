@@ -15,6 +15,7 @@ from torch import nn
 
 from ..checkpoints.fingerprint import in_words
 from ..metrics import Counts
+from ..whole_files import append_answers
 from .report import Figures
 
 PLAIN = "plain"
@@ -96,10 +97,9 @@ class RoundLog:
         return self._kept.pop() if self._kept else None
 
     def add(self, found: Round) -> None:
-        """Write a new round."""
+        """Write a new round. Errors: an OSError if the disk is full; the file stays usable."""
         if self._path is not None:
-            with self._path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps({name: asdict(run) for name, run in found.items()}) + "\n")
+            append_answers(self._path, [{name: asdict(run) for name, run in found.items()}], "rounds")
 
 
 def _refuse_others(path: Path, header: bytes, made_from: dict[str, Any]) -> None:

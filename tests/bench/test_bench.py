@@ -27,6 +27,7 @@ from hf_spec.bench import (
     read_prompts,
     run_bench,
 )
+from hf_spec.bench.rounds import RoundLog, Run
 from hf_spec.bench.runner import ForwardClock, _methods
 from hf_spec.cli.bench import contender, numbered
 from hf_spec.cli.loading import refuse_without_template, with_own_history
@@ -503,6 +504,17 @@ def test_a_benchmark_goes_on_behind_half_a_first_line(target, tokenizer, tmp_pat
     run_bench(target, tokenizer, [STORY], [], settings, rounds_file=file)
     assert [line.startswith('{"plain"') for line in file.read_text().splitlines()] == [False, True]
     assert file.read_text().splitlines()[0] == header
+
+
+def test_a_full_disk_is_told_with_what_is_kept(tmp_path):
+    resource, file = pytest.importorskip("resource"), tmp_path / "rounds.jsonl"
+    log, before = RoundLog(file, {}), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50, before[1]))
+    try:
+        with pytest.raises(OSError, match=r"rounds\.jsonl\. The rounds in it are kept: free some space and repeat"):
+            log.add({"plain": Run([[1] * 50], 1.0, 1.0, 1, None)})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 @pytest.mark.parametrize("line", ["garbage", "{}", "[1]", '{"plain": {}}', ""])
