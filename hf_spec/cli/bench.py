@@ -25,6 +25,7 @@ from .common import (
     draft_of,
     existing,
     picture,
+    resumable,
     resume_hint,
     seed_of,
     temperature_of,
@@ -73,7 +74,7 @@ def add_bench(commands: Any) -> None:
     add("--compiled", action="store_true", help="measure plain generate compiled over a static cache, too")
     add(
         "--rounds",
-        type=writable,
+        type=resumable,
         metavar="FILE.jsonl",
         help="keep the results of every batch of prompts there, and resume after them",
     )

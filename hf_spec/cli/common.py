@@ -252,6 +252,14 @@ def writable(text: str) -> Path:
     return path
 
 
+def resumable(text: str) -> Path:
+    """Return the path of a file, ``writable``, in which an interrupted command finds what it has done."""
+    path = writable(text)
+    if path.exists() and not path.is_file():
+        raise argparse.ArgumentTypeError(f"{text!r} is a pipe or a device, which keeps nothing; name a file")
+    return path
+
+
 def write_result(path: Path, text: str) -> None:
     """Write ``text`` to the file at ``path``. Errors: an OSError that names it; half of it is not left there."""
     try:

@@ -18,10 +18,10 @@ from .common import (
     configured,
     existing,
     read_utf8,
+    resumable,
     resume_hint,
     sampling,
     text_of,
-    writable,
 )
 from .history_file import add_history_file, check_history_file, keeping_history
 from .many import answer_file, check_options
@@ -43,7 +43,7 @@ def add_generate(commands: Any) -> None:
         help="read from standard input if left out, without the newline at its end",
     )
     add("--prompts", type=existing, metavar="FILE", help="JSON lines: answer them all, into --out")
-    add("--out", type=writable, metavar="FILE", help="JSON lines with the answers; an existing file is continued")
+    add("--out", type=resumable, metavar="FILE", help="JSON lines with the answers; an existing file is continued")
     add("--batch-size", type=at_least(1), default=8, metavar="N", help="of --prompts decoded together (%(default)s)")
     add("--chat", action="store_true", help="put the prompt into the model's chat template")
     add_history_file(add)

@@ -15,6 +15,7 @@ from .common import (
     command,
     draft_of,
     json_object,
+    resumable,
     resume_hint,
     sampling,
     temperature_of,
@@ -54,6 +55,7 @@ def add_prepare(commands: Any) -> None:
     add("--num-proc", type=at_least(1), metavar="N", help="processes")
     add(
         "--regenerate",
+        type=resumable,
         metavar="FILE.jsonl",
         help="let the target answer again, into this file; an existing one is continued",
     )

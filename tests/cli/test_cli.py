@@ -406,6 +406,7 @@ def test_tree_and_length_are_read():
         (["--seed", str(1 << 63)], f"--seed: '{1 << 63}' is not a seed: a whole number of at most 63 bits"),
         (["--json", "/no/such/directory/bench.json"], "/no/such/directory is not a directory"),
         (["--json", "."], "'.' is a directory; name a file in it"),
+        (["--rounds", os.devnull], f"'{os.devnull}' is a pipe or a device, which keeps nothing; name a file"),
         (["--png", "picture.foo"], "'picture.foo' has to end with .png, .pdf or .svg"),
         (["--dtype", "int8"], "invalid choice"),
     ],
