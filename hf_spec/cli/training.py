@@ -94,17 +94,9 @@ def _prepare(args: argparse.Namespace) -> None:
     from ..training.sources import cache_splits, default_layers, load_raw, prepared, sizes
     from .loading import config_of, tokenizer_of
 
+    _check_outputs(args)
+    _check_alone(args)
     out = Path(args.out)
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise FileExistsError(f"{out} exists; choose another directory or remove it")
-    if args.regenerate and Path(args.regenerate).suffix != ".jsonl":
-        raise ValueError(f"--regenerate writes JSON lines: let {args.regenerate} end in .jsonl")
-    if args.regenerate and Path(args.regenerate).resolve() == Path(args.data).resolve():
-        raise ValueError(
-            f"--regenerate {args.regenerate} holds the data, and would be read as answers: name another file"
-        )
-    if args.endpoint and (args.speculator or not args.regenerate):
-        raise ValueError("--endpoint needs --regenerate FILE, and takes no --speculator: the server may have its own")
     config = config_of(args.target)
     data = load_raw(args.data, args.split, config=args.config)
     state, device = launched(args.device)
@@ -128,6 +120,38 @@ def _prepare(args: argparse.Namespace) -> None:
         tokens, answers = sizes(split)
         print(f"{name}: {len(split):,} examples, {tokens:,} tokens, {answers:,} of them answers")
     print(_coverage(splits, config.get_text_config().vocab_size))
+
+
+def _check_outputs(args: argparse.Namespace) -> None:
+    """Raise an error for a place that cannot be written at the end, or that would be written over."""
+    out = Path(args.out)
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise FileExistsError(f"{out} exists; choose another directory or remove it")
+    for name in ("regenerate", "features"):
+        place = getattr(args, name)
+        if place and out.resolve() in (Path(place).resolve(), *Path(place).resolve().parents):
+            raise ValueError(f"--{name} {place} lies in {out}, which is written last, as a whole: name another")
+    if args.regenerate and args.regenerate.suffix != ".jsonl":
+        raise ValueError(f"--regenerate writes JSON lines: let {args.regenerate} end in .jsonl")
+    if args.regenerate and args.regenerate.resolve() == Path(args.data).resolve():
+        raise ValueError(
+            f"--regenerate {args.regenerate} holds the data, and would be read as answers: name another file"
+        )
+
+
+def _check_alone(args: argparse.Namespace) -> None:
+    """Raise a ValueError for options without the one that they belong to."""
+    if args.endpoint and (args.speculator or not args.regenerate):
+        raise ValueError("--endpoint needs --regenerate FILE, and takes no --speculator: the server may have its own")
+    needed = {
+        "speculator": ("regenerate", "FILE.jsonl"),
+        "temperature": ("regenerate", "FILE.jsonl"),
+        "endpoint_model": ("endpoint", "URL"),
+        "layers": ("features", "DIR"),
+    }
+    for name, (other, value) in needed.items():
+        if getattr(args, name) is not None and not getattr(args, other):
+            raise ValueError(f"{args.options[name]} has no effect without {args.options[other]} {value}: add it")
 
 
 def _coverage(splits: Any, vocabulary: int) -> str:

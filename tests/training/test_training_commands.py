@@ -608,6 +608,34 @@ def test_prepare_names_options_as_they_are_typed(
     assert problem in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ("--features rows/features", "--features rows/features lies in rows, which is written last"),
+        ("--features rows", "--features rows lies in rows, which is written last"),
+        ("--regenerate rows/new.jsonl", "--regenerate rows/new.jsonl lies in rows, which is written last"),
+        ("--speculator ngram", "--speculator has no effect without --regenerate FILE.jsonl: add it"),
+        ("--temperature 0", "--temperature has no effect without --regenerate FILE.jsonl: add it"),
+        ("--endpoint-model m", "--endpoint-model has no effect without --endpoint URL: add it"),
+        ("--layers", "--layers has no effect without --features DIR: add it"),
+    ],
+)
+def test_prepare_says_at_once_what_cannot_come_out(
+    options: str, problem: str, tmp_path: Path, monkeypatch: Any, capsys: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("rows").mkdir()
+    assert main(["prepare", "no-data", "rows", "--target", "no-target", *options.split()]) == 1
+    assert problem in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("place", ["no-such/new.jsonl", os.devnull])
+def test_a_file_of_answers_that_cannot_be_continued_is_told_at_once(place: str, capsys: Any) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["prepare", "no-data", "rows", "--target", "no-target", "--regenerate", place])
+    assert "argument --regenerate: " in capsys.readouterr().err
+
+
 def test_prepared_data_are_not_prepared_again(stories: Path, tmp_path: Path, capsys: Any) -> None:
     datasets.DatasetDict(train=datasets.Dataset.from_dict({"input_ids": [[1]]})).save_to_disk(str(tmp_path / "rows"))
     assert main(["train", recipe(tmp_path, tmp_path / "rows", {"kind": "eagle3"}, prepare={"packing": True})]) == 1
