@@ -4,7 +4,8 @@
 #   examples/real_model/measure.sh WORK BENCHMARK RESULTS [PROMPTS PER CATEGORY [DTYPE ...]]
 #   examples/real_model/measure.sh ~/smollm2 spec_bench.jsonl examples/real_model/results 2 bfloat16 float32
 #
-# After an interruption, the same command continues after the last batch of prompts. Use a machine that does nothing else.
+# After an interruption, the same command continues after the last batch of prompts. A table whose file is in RESULTS is left out:
+# remove the file to measure other drafts. Use a machine that does nothing else.
 # THREADS=2 sets the number of threads. MORE="--compiled" passes further options to hf-spec bench. KIND="-other-tasks" is added
 # to each file's name, for another BENCHMARK.
 set -euo pipefail
@@ -24,15 +25,19 @@ done
 mkdir -p rounds
 for dtype in "${dtypes[@]}"; do
     for batch in 1 8; do
+        count=$((each > batch ? each : batch)) # prompts per category
         for temperature in 0 0.6 1; do
             for length in auto own; do
                 # For comparison, the first table also in float32 and with each draft's own draft length.
                 [ "$dtype-$length" = bfloat16-auto ] || [ "$batch-$temperature" = 1-0 ] || continue
-                name=$dtype-batch$batch-temperature$temperature-$each-$length${KIND:-}
-                [ ! -e "$results/$name.json" ] || continue
+                name=$dtype-batch$batch-temperature$temperature-$count-$length${KIND:-}
+                if [ -e "$results/$name.json" ]; then
+                    echo "$name.json is there and not measured again: remove it to do so" >&2
+                    continue
+                fi
                 [ "$length" = own ] && fixed=() || fixed=(--num-speculative-tokens auto)
                 hf-spec bench HuggingFaceTB/SmolLM2-135M-Instruct --draft "${drafts[@]}" --prompts "$benchmark" \
-                    --dtype "$dtype" --prompts-per-category $((each > batch ? each : batch)) --batch-size "$batch" \
+                    --dtype "$dtype" --prompts-per-category "$count" --batch-size "$batch" \
                     --temperature "$temperature" --max-new-tokens 128 --rounds "rounds/$name.jsonl" \
                     --json "$name.json.part" --threads "${THREADS:-2}" ${fixed[@]+"${fixed[@]}"} ${MORE:-}
                 mv "$name.json.part" "$results/$name.json"

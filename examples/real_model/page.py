@@ -213,8 +213,9 @@ cd examples/real_model
 python page.py results ../../docs/benchmarks.md --work ~/smollm2 --readme ../../README.md
 ```
 
-After an interruption, `make.sh` and `measure.sh` continue where they stopped. `page.py` writes this page and the
-table of README from the raw figures in `examples/real_model/results`.
+After an interruption, `make.sh` and `measure.sh` continue where they stopped. `measure.sh` leaves out the tables whose
+files are in `examples/real_model/results`: remove a file to measure its table again. `page.py` writes this page and
+the table of README from the raw figures there.
 
 How to read the tables:
 

@@ -163,6 +163,22 @@ def test_what_is_measured_are_the_drafts_that_are_there(place):
     assert all(figures[name]["mean_accepted_length"] > 1.2 for name in methods[2:])
 
 
+def test_the_table_of_the_readme_is_measured_under_its_name_and_what_is_there_is_said(place):
+    """All tables are there but README's of eight sequences at once, for which eight prompts are taken."""
+    results = place / "results"
+    results.mkdir()
+    there = [f"bfloat16-batch1-temperature{how}" for how in ("0-1-auto", "0-1-own", "0.6-1-auto", "1-1-auto")]
+    there += [f"bfloat16-batch8-temperature{how}-8-auto" for how in ("0.6", "1")]
+    for name in there:
+        (results / f"{name}.json").touch()
+    call = ["bash", FOLDER / "measure.sh", place / "work", place / "benchmark.jsonl", results, "1", "bfloat16"]
+    more = {"THREADS": "1", "MORE": "--warmup 0 --max-new-tokens 4"}
+    done = subprocess.run(call, check=True, env=commands(place) | more, stderr=subprocess.PIPE, text=True)
+    (new,) = (path for path in results.iterdir() if path.stem not in there)
+    assert new.name == runpy.run_path(str(FOLDER / "page.py"))["README_ROWS"]["greedy, eight sequences at once"]
+    assert all(f"{name}.json is there and not measured again" in done.stderr for name in there)
+
+
 @pytest.mark.slow
 def test_one_command_makes_a_draft_and_goes_on_after_a_kill(place):
     pytest.importorskip("tensorboard")
