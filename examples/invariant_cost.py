@@ -31,6 +31,7 @@ from engine_speed import machine  # the folder is no package
 import hf_spec
 from hf_spec import Proposal
 from hf_spec.scoring.factory import runner_for
+from hf_spec.whole_files import write_files
 
 # Hidden size, intermediate size, layers, heads, key heads, vocabulary.
 SHAPES = {
@@ -158,7 +159,7 @@ def main() -> None:
     for dtype in args.dtypes:
         kept[dtype] = measure(args, getattr(torch, dtype))
         if args.json:
-            args.json.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+            write_files({args.json.name: json.dumps(kept, indent=1) + "\n"}, args.json.absolute().parent)
     print(table(kept))
 
 

@@ -422,7 +422,7 @@ def test_costs_of_steps_are_measured_and_drawn(tmp_path: Path, monkeypatch: pyte
 def test_the_cost_of_exact_bits_is_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    file = tmp_path / "costs.json"
+    file = tmp_path / "a new folder" / "costs.json"
     small = ["--shape", "tiny", "--texts", "9", "--rounds", "1", "--nodes", "1", "6", "32"]
     monkeypatch.setattr("sys.argv", ["invariant_cost.py", *small, "--json", str(file)])
     runpy.run_path(str(ROOT / "examples" / "invariant_cost.py"), run_name="__main__")
