@@ -420,12 +420,14 @@ def capability() -> str:
 
 
 def earlier(file: Path | None, here: dict[str, Any]) -> dict[str, Any]:
-    """Return the raw ``file`` of the same command that was stopped; {} if it is of another commit or machine."""
+    """Return the raw ``file`` of the same command that was stopped; {}, and a message, if it is another one's."""
     if file is None or not file.exists():
         return {}
     found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-    before = found.get("made_from", {})
-    return found if [before.get(name) for name in SAME] == [here[name] for name in SAME] else {}
+    if other := made_otherwise(found.get("made_from", {}), here):
+        print(f"{file} was made with {', '.join(other)}: all is measured again, and it is replaced", file=sys.stderr)
+        return {}
+    return found
 
 
 def made_otherwise(before: dict[str, Any], here: dict[str, Any]) -> list[str]:

@@ -765,15 +765,18 @@ def test_scripts_write_raw_files_and_their_tables(
         assert json.loads(file.read_text(encoding="utf-8"))["at_once"] == content["at_once"]
 
 
-def test_only_runs_of_the_same_machine_go_on(tmp_path: Path) -> None:
+def test_only_runs_of_the_same_machine_go_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     names, file = runpy.run_path(str(ROOT / "examples" / "engine_speed.py")), tmp_path / "raw.json"
     here = names["machine"]() | {"argv": ["--rounds", "3"]}
     content = {"made_from": here, "rows": [1]}
     assert names["earlier"](None, here) == names["earlier"](file, here) == {}
     file.write_text(json.dumps(content), encoding="utf-8")
     assert names["earlier"](file, here) == content
+    assert capsys.readouterr().err == ""
     for name in ("commit", "processor", "torch", "argv"):
         assert names["earlier"](file, here | {name: "another"}) == {}
+        told = f"{file} was made with {name} {here[name]}: all is measured again, and it is replaced"
+        assert capsys.readouterr().err.strip() == told
 
 
 def test_a_machine_without_git_is_described(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
