@@ -27,7 +27,7 @@ def read(path: str, rate: int) -> np.ndarray:
     """Return the samples of one channel at ``rate`` samples a second, between -1 and 1."""
     try:
         samples, own_rate = read_wave(path)
-    except wave.Error:  # compressed, or no WAV at all
+    except (wave.Error, EOFError):  # compressed, no WAV at all, or empty
         try:
             import soundfile
         except ImportError as error:

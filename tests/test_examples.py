@@ -122,7 +122,9 @@ def test_drafts_with_another_tokenizer_are_compared(
     assert re.search(r"greedy +hf_spec .* 1 of 1 texts as plain", told)
 
 
-def test_recordings_are_transcribed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_recordings_are_transcribed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """A short one, and two of several windows, of other widths and rates; by a draft with an encoder and by none."""
     speech.save(target := speech.whisper(), tmp_path / "whisper")
     noisy_copy(target, seed=0, noise=0.05).save_pretrained(tmp_path / "draft")
@@ -152,6 +154,10 @@ def test_recordings_are_transcribed(tmp_path: Path, capsys: pytest.CaptureFixtur
     with pytest.raises(SystemExit, match="2"):
         transcribe["main"]([str(tmp_path / "missing.wav"), *common])
     assert "no such file: " in capsys.readouterr().err
+    monkeypatch.setitem(sys.modules, "soundfile", None)
+    (empty := tmp_path / "empty.wav").touch()
+    with pytest.raises(SystemExit, match=r"empty\.wav is no plain WAV file; pip install soundfile"):
+        transcribe["read"](str(empty), 16000)
 
 
 def test_arms_of_an_ablation_have_the_same_settings(
