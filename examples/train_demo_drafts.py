@@ -146,8 +146,10 @@ def main() -> None:
     recipe = recipe | shorter(options, recipe)
     config = make.for_target(target.config, **shape)
     config.speculators_config["verifier"]["name_or_path"] = None  # the family is where the package is
+    changes = {"seed": options.seed or None, "epochs": options.epochs, "anchors": options.anchors}
+    own = [f"{option}{value:g}" for option, value in changes.items() if value is not None]
     args = DraftTrainingArguments(
-        output_dir=str(options.work / name),
+        output_dir=str(options.work / "-".join([name, *own])),  # a run goes on from checkpoints of its own alone
         per_device_train_batch_size=8,
         max_grad_norm=1.0,
         warmup_steps=0.05,

@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 import speech
 import torch
+from datasets import Dataset
 from nbclient import NotebookClient
 from test_exactness import noisy_copy
 from test_translated import draft
@@ -260,6 +261,25 @@ def test_a_draft_is_trained_measured_and_saved(
         run(f"train_{kind}", given, tmp_path, monkeypatch)
     if kind == "medusa":
         run(f"train_{kind}", [*given, "--resume"], tmp_path, monkeypatch)
+
+
+def test_a_draft_of_the_demo_family_goes_on_from_checkpoints_of_its_own_settings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A shorter training after a longer one would train nothing, and write the longer one's draft."""
+    work, tokens = tmp_path / "work", torch.arange(5, 261).tolist()
+    row = {"input_ids": tokens, "loss_mask": [1] * len(tokens), "document_ids": [0] * len(tokens)}
+    Dataset.from_list([row] * 8).save_to_disk(str(work / "draft_rows"))
+    AutoTokenizer.from_pretrained(demo.path()).save_pretrained(work / "tokenizer")
+    shutil.copyfile(demo.path() / "tokenizer.json", work / "tokenizer" / "tokenizer.json")
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    for epochs in (2, 1):
+        given = ["--work", str(work), "--output", str(tmp_path), "--kind", "medusa", "--epochs", str(epochs)]
+        monkeypatch.setattr("sys.argv", ["train_demo_drafts.py", *given])
+        runpy.run_path(str(ROOT / "examples" / "train_demo_drafts.py"), run_name="__main__")
+        states = [json.loads(file.read_text()) for file in work.glob("draft-medusa*/checkpoint-*/trainer_state.json")]
+        assert epochs in [state["global_step"] for state in states]
+        assert (tmp_path / "draft-medusa" / "model.safetensors").exists()
 
 
 @pytest.mark.parametrize("kind", ["draft-eagle3", "draft-vanilla"])
