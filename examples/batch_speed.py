@@ -80,8 +80,10 @@ class Workload:
     def in_engine(self, speculator: Any, size: int) -> Timed:
         """Answer by continuous batching, at most ``size`` requests at once."""
         options = GenerationConfig(do_sample=False, max_new_tokens=128, eos_token_id=-1, pad_token_id=0)
+        longest = max(map(len, self.prompts)) + max(self.lengths)
+        blocks = max(16, longest // 16 + 4)  # of a request: its whole text and draft tokens have room
         sizes = ContinuousBatchingConfig(
-            max_requests_per_batch=size, num_blocks=16 * size, page_size=16, max_batch_tokens=max(256, 16 * size)
+            max_requests_per_batch=size, num_blocks=blocks * size, page_size=16, max_batch_tokens=max(256, 16 * size)
         )
         start, texts, seconds = time.perf_counter(), {}, {}
         engine = {"continuous_batching_config": sizes, "warmup": False, "speculator": speculator}
@@ -90,6 +92,8 @@ class Workload:
                 manager.add_request(prompt, request_id=str(number), max_new_tokens=length)
             while len(texts) < len(self.prompts):
                 if (output := manager.get_result(timeout=1)) is not None:
+                    if output.error:
+                        raise RuntimeError(f"the engine did not finish request {output.request_id}: {output.error}")
                     texts[output.request_id] = output.generated_tokens
                     seconds[output.request_id] = time.perf_counter() - start
         names = [str(number) for number in range(len(self.prompts))]

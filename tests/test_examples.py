@@ -791,6 +791,17 @@ def test_scripts_write_raw_files_and_their_tables(
         assert json.loads(file.read_text(encoding="utf-8"))["at_once"] == content["at_once"]
 
 
+@pytest.mark.slow
+def test_batches_of_long_texts_have_room_in_the_engine(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    few = "--size 288 1024 12 --at-once 1 --prompts 2 --new-tokens 256 256 --drafts ngram --rounds 1".split()
+    monkeypatch.setattr("sys.argv", ["batch_speed.py", *few])
+    runpy.run_path(str(ROOT / "examples" / "batch_speed.py"), run_name="__main__")
+    told = capsys.readouterr()
+    assert told.out.count("| 1 | ") == 4 and "has room for" not in told.err
+
+
 def test_only_runs_of_the_same_machine_go_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     names, file = runpy.run_path(str(ROOT / "examples" / "engine_speed.py")), tmp_path / "raw.json"
     here = names["machine"]() | {"argv": ["--rounds", "3"]}
