@@ -40,14 +40,16 @@ class SpeculativeScheduler(Scheduler):
         A request without space would end the engine, and all others with it. Errors: a ValueError, which fails the
         request alone, if there is no space for one new token.
         """
-        more = ", or set num_blocks of a ContinuousBatchingConfig"
+        more = "set num_blocks of a ContinuousBatchingConfig"
         room = longest_text(self.cache) + 1  # the last token of a text is not stored
-        left = space_after(len(state.initial_tokens), room, "the paged cache, with one new token, has room", more)
+        left = space_after(
+            len(state.initial_tokens), room, "the paged cache, with one new token, has room", f", or {more}"
+        )
         if left < state._new_tokens_limit:
             if state.max_new_tokens is not None and not state._true_initial_tokens:  # else it was said before
                 logger.warning(
                     f"The paged cache has room for {left} of the {state.max_new_tokens} new tokens of request "
-                    f"{state.request_id}, and its text ends there{more}."
+                    f"{state.request_id}, and its text ends there. For more room, {more}."
                 )
             state._new_tokens_limit = left
         super().add_waiting_request(state)

@@ -192,7 +192,7 @@ def test_a_bad_prompt_of_one_client_ends_no_text_of_another(bad: Any) -> None:
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3_text", "mistral"])
-def test_a_request_without_space_ends_no_text_of_another(name: str) -> None:
+def test_a_request_without_space_ends_no_text_of_another(name: str, caplog: pytest.LogCaptureFixture) -> None:
     """A prompt without space fails alone; a text ends where the cache does, unless it needs no more than windows."""
     model, short, long = build(name), [*range(10, 20)], [*range(10, 90)]
     (text,) = plain_texts(model, [short], greedy(max_new_tokens=80, eos_token_id=None))
@@ -211,6 +211,8 @@ def test_a_request_without_space_ends_no_text_of_another(name: str) -> None:
         else f"80 tokens, and the paged cache, with one new token, has room for {room + 1};" in failed
     )
     assert all(output.generated_tokens == text[: room + 1 - len(short)] for output in found.values())
+    told = "new tokens of request short, and its text ends there. For more room, set num_blocks of a Continuous"
+    assert (told in caplog.text) == (name != "mistral")
     if name == "llama":  # generate_batch waits for every answer to a prompt
         outputs = model.generate_batch([short, long], greedy(num_return_sequences=2, do_sample=True, top_k=1), **given)
         assert [output.error is None for output in outputs.values()] == [True, True, False, False]
