@@ -95,8 +95,9 @@ def main() -> None:
         with open(options.texts, encoding="utf-8") as file:
             texts = json.load(file)
         for name in named(texts, options):
-            found = {way: replay(texts[name], *one) for way, one in ways(None, options.min_token_prob).items()}
-            print_table(name, found)
+            report[name] = {way: replay(texts[name], *one) for way, one in ways(None, options.min_token_prob).items()}
+            print_table(name, report[name])
+            keep(report, options)
         return
     tokenizer = AutoTokenizer.from_pretrained(options.target)
     target = AutoModelForCausalLM.from_pretrained(options.target, dtype=options.dtype).eval()

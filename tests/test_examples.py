@@ -81,8 +81,10 @@ def test_a_history_is_measured(
     monkeypatch.setattr("sys.argv", [script, *few, "--write-texts", str(file), "--sets", "stories", "chat"])
     runpy.run_path(script, run_name="__main__")
     assert list(json.loads(file.read_text(encoding="utf-8"))) == ["stories", "chat"]
-    monkeypatch.setattr("sys.argv", [script, "--texts", str(file), "--sets", "stories"])
+    again = ["--texts", str(file), "--sets", "stories", "--json", str(tmp_path / "again.json")]
+    monkeypatch.setattr("sys.argv", [script, *again])
     runpy.run_path(script, run_name="__main__")
+    assert {"made_from", "stories"} == json.loads((tmp_path / "again.json").read_text(encoding="utf-8")).keys()
     (told,) = capsys.readouterr().out.splitlines()
     replayed = dict(re.findall(r"(n-gram|history) ([0-9.]+) \(", told))
     assert [float(replayed[way]) for way in ("n-gram", "history")] == [round(length, 2) for length in lengths[:2]]
