@@ -42,11 +42,13 @@ def main() -> None:
     options = parser.parse_args()
 
     tokenizer = AutoTokenizer.from_pretrained(options.target)
+    mask = tokenizer.pad_token if options.mask_token is None else options.mask_token
+    if mask not in tokenizer.get_vocab():
+        parser.error(f"--mask-token: the target has no token {mask}; name one that never occurs in text")
     target = AutoModelForCausalLM.from_pretrained(options.target, dtype="auto")
     data = prepare_dataset(options.data, tokenizer, max_length=options.length, packing=True)
     data = data.train_test_split(test_size=min(64, len(data) // 10 or 1), seed=0)
 
-    mask = tokenizer.pad_token if options.mask_token is None else options.mask_token
     flags = {"block_size": options.block, "mask_token_id": tokenizer.convert_tokens_to_ids(mask)}
     if options.kind == "dspark":
         flags["markov_rank"] = options.rank

@@ -265,6 +265,15 @@ def test_a_draft_is_trained_measured_and_saved(
         run(f"train_{kind}", [*given, "--resume"], tmp_path, monkeypatch)
 
 
+def test_a_mask_token_that_the_target_does_not_have_is_refused(
+    small_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = ["--output", str(tmp_path / "draft"), "--target", str(small_target), "--mask-token", "<|reserved_1|>"]
+    with pytest.raises(SystemExit):
+        run("train_dspark", given, tmp_path, monkeypatch)
+    assert "--mask-token: the target has no token <|reserved_1|>; name one" in capsys.readouterr().err
+
+
 def test_a_draft_of_the_demo_family_goes_on_from_checkpoints_of_its_own_settings(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
