@@ -30,7 +30,7 @@ class AutoDraftModel:
         device_map, revision, ...), without ``config`` and ``state_dict``, which are read. No code of the checkpoint is
         executed.
 
-        Errors: TypeError for these two; OSError for missing, damaged or half-written files; ValueError for an unknown
+        Errors: TypeError for these two; OSError for missing, damaged or half-written files. ValueError for an unknown
         format, or weights or a target that do not fit.
         """
         hub = {name: kwargs.pop(name) for name in HUB_OPTIONS if name in kwargs}
