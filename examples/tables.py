@@ -47,6 +47,7 @@ MARKED = re.compile(r"(<!-- table: ([\w-]+), by examples/tables.py -->\n)(.*?)(<
 NODES = {"nodes": "by nodes", "0": "plain", "1": "1 node"}
 FAMILY = "--drafts draft-vanilla draft-eagle3 draft-medusa draft-mtp draft-dspark"
 SHORT = "--drafts SHORT/draft-jetspec SHORT/draft-dflash SHORT/draft-dflash2 SHORT/draft-dspark SHORT/draft-eagle3"
+FEW = "--shapes smollm2-135m llama-1b --dtypes bfloat16 float32 --tokens 1 2 4 6 8 16 --turns 2"
 SIXTEEN = "--rounds 1 --prompts 16 --at-once 4 16 --drafts ngram draft-mtp"
 CURVES = {"nodes": "nodes, one sequence", "rows": "sequences", "prompt": "tokens before", "vocabulary": "vocabulary"}
 ENGINES = """\
@@ -277,12 +278,8 @@ TABLES = {
         below_its_machine(training_speed.table), "training_speed", "training-speed", "--speculators VENV/bin/python"
     ),
     "batches": script_file(below_its_machine(batch_speed.table), "batch_speed", "batches", SIXTEEN),
-    "packed-avx512": script_file(
-        below_its_machine(packed_forwards.table),
-        "packed_forwards",
-        "packed-avx512",
-        "--shapes smollm2-135m llama-1b --dtypes bfloat16 float32 --tokens 1 2 4 6 8 16 --turns 2",
-    ),
+    "packed-avx512": script_file(below_its_machine(packed_forwards.table), "packed_forwards", "packed-avx512", FEW),
+    "packed-amx": script_file(below_its_machine(packed_forwards.table), "packed_forwards", "packed-amx", FEW),
     "packed": script_file(
         below_its_machine(packed_forwards.table),
         "packed_forwards",
