@@ -6,13 +6,12 @@
 Both files are those of prepare_demo_corpus.py, or others with a `text` in each line. Every arm trains a draft from
 scratch on the same text in the same order, with the changes in ARMS. It then drafts for the same held-out stories.
 Finished arms are not trained again, and all arms in a folder have the same data, epochs and seed. An arm takes about
-five minutes on one core of a recent server processor.
+ten minutes on one core of a recent server processor.
 """
 
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import sys
 from itertools import pairwise
@@ -23,7 +22,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 sys.path.insert(0, str(Path(__file__).parent))
-from engine_speed import machine  # the folder is no package
+from engine_speed import file_digest, machine  # the folder is no package
 
 from hf_spec import demo
 from hf_spec.bench import import_pyplot
@@ -98,8 +97,7 @@ def run(name: str, options: argparse.Namespace) -> None:
 
 def settings_of(options: argparse.Namespace) -> dict[str, Any]:
     """Return what all arms of a folder share."""
-    files = {"data": options.data, "held_out": options.held_out}
-    digests = {name: hashlib.sha256(path.read_bytes()).hexdigest()[:16] for name, path in files.items()}
+    digests = {"data": file_digest(options.data), "held_out": file_digest(options.held_out)}
     return {"epochs": options.epochs, "seed": options.seed} | digests
 
 

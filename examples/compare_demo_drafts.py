@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import hashlib
 import json
 import random
 import statistics
@@ -28,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from engine_speed import files_digest, machine, made_otherwise
+from engine_speed import file_digest, files_digest, machine, made_otherwise
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -170,7 +169,7 @@ def measure(options: argparse.Namespace, found: dict[str, Any]) -> None:
     places = {name: demo.path(one) if one in demo.MODELS else Path(one) for name, one in pairs}
     weights = {name: files_digest(place) for name, place in places.items()}
     settings = {name: value for name, value in vars(options).items() if name not in ("raw", "read", "drafts")}
-    settings["stories"] = hashlib.sha256(options.stories.read_bytes()).hexdigest()[:16]
+    settings["stories"] = file_digest(options.stories)
     if found["drafts"]:
         other = made_otherwise(found["made_from"], here)
         other += [f"other {name}" for name in settings if found.get("settings", {}).get(name) != settings[name]]

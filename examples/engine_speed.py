@@ -468,6 +468,11 @@ def settings_of(args: argparse.Namespace, model: str, kind: str) -> dict[str, An
     }
 
 
+def file_digest(path: Path) -> str:
+    """Return a digest of one file."""
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+
+
 def files_digest(place: str | Path) -> str:
     """Return a digest of the config and the weights in a directory, or of a Hub id."""
     digest = hashlib.sha256(b"" if Path(place).is_dir() else str(place).encode())

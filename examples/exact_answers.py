@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import hashlib
 import json
 import sys
 from collections.abc import Iterator, Sequence
@@ -28,7 +27,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 sys.path.insert(0, str(Path(__file__).parent))
-from engine_speed import files_digest, machine, made_otherwise  # the folder is no package
+from engine_speed import file_digest, files_digest, machine, made_otherwise  # the folder is no package
 
 import hf_spec
 from hf_spec import EarlyExitSpeculator, HybridSpeculator, NgramSpeculator, SpeculationConfig
@@ -117,7 +116,7 @@ def measure(args: argparse.Namespace) -> None:
     """Add the rounds that are missing to the file."""
     settings = {"target": Path(args.target).name, "dtype": args.dtype, "new_tokens": args.new_tokens}
     settings |= {"packed": args.packed, "threads": torch.get_num_threads(), "weights": files_digest(args.target)}
-    settings |= {"prompts": hashlib.sha256(args.prompts.read_bytes()).hexdigest()[:16]}
+    settings |= {"prompts": file_digest(args.prompts)}
     here = machine()
     content: dict[str, Any] = {"made_from": here, "settings": settings, "rounds": {mode: [] for mode in MODES}}
     if args.json.exists():
